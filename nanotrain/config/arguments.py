@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from nanotrain.config.schema import ENTRIES, Entry
+from nanotrain.config.option import Entry
+from nanotrain.config.schema import ENTRIES
 
 
 @dataclass(frozen=True)

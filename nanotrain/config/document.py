@@ -3,8 +3,8 @@
 from nanotrain.config.arguments import ALIASES
 from nanotrain.config.help import KINDS, meaning, metavar
 from nanotrain.config.megatron import megatron
-from nanotrain.config.option import flag_of
-from nanotrain.config.schema import SECTIONS, Entry, entries_of, typed
+from nanotrain.config.option import Entry, flag_of
+from nanotrain.config.schema import SECTIONS, entries_of, typed
 
 INTRODUCTION = """\
 # Configuration

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS, SWITCHES, VALUES, choice_of
 from nanotrain.config.megatron import MANY, MegatronFlag, megatron, row_of
 from nanotrain.config.mistakes import NO_HYPHENS, no_hyphen, no_value, spaced, unexpected, unknown_flag
-from nanotrain.config.schema import BOOLEANS, ENTRIES, KEYS, SECTIONS, Entry, unknown_key
+from nanotrain.config.option import Entry
+from nanotrain.config.schema import BOOLEANS, ENTRIES, KEYS, SECTIONS, unknown_key
 from nanotrain.config.suggest import LISTED_BY
 from nanotrain.errors import ConfigError, ErrorCollector
 

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator
 
 from nanotrain.config.arguments import ALIASES, ARGUMENTS
 from nanotrain.config.megatron import Kind, megatron
-from nanotrain.config.schema import ENTRIES, SECTIONS, Entry, entries_of, typed
+from nanotrain.config.option import Entry
+from nanotrain.config.schema import ENTRIES, SECTIONS, entries_of, typed
 from nanotrain.config.suggest import did_you_mean
 from nanotrain.errors import ConfigError
 

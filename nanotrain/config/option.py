@@ -1,8 +1,9 @@
-"""Declare the fields and nested sections of the configuration."""
+"""Declare the fields and nested sections of the configuration; `Entry` is a declared field."""
 
 from collections.abc import Callable
-from dataclasses import field
-from typing import Any
+from dataclasses import MISSING, Field, dataclass, field
+from enum import Enum
+from typing import Any, get_args, get_origin
 
 
 def option(
@@ -50,6 +51,66 @@ def flag_of(name: str) -> str:
     '--tensor-model-parallel-size'
     """
     return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One field: the dotted name of its section ("model.moe"), its declaration, the prefix of its unique name."""
+
+    section: str
+    field: Field[Any]
+    prefix: str = ""
+
+    @property
+    def name(self) -> str:
+        """The field's unique name over all sections, the one behind its flag."""
+        return self.field.metadata["name"] or self.prefix + self.field.name
+
+    @property
+    def key(self) -> str:
+        """The field's dotted name, `section.field`."""
+        return f"{self.section}.{self.field.name}"
+
+    @property
+    def flag(self) -> str:
+        return flag_of(self.name)
+
+    @property
+    def meaning(self) -> str:
+        """The field's flag and what it means, as advice in errors."""
+        return f"{self.flag} is {self.field.metadata['meaning']}"
+
+    @property
+    def secret(self) -> str:
+        """The environment variable to which files refer in place of the value; empty for most fields."""
+        return str(self.field.metadata["secret"])
+
+    @property
+    def is_optional(self) -> bool:
+        return self.default is None
+
+    @property
+    def kind(self) -> Any:
+        """The type of a value that is not None: bool, int, float, str, list or an Enum."""
+        if get_origin(self.field.type) is list:
+            return list
+        return next((kind for kind in get_args(self.field.type) if kind is not type(None)), self.field.type)
+
+    @property
+    def item(self) -> Any:
+        """The type of one value: of a list the type of its items."""
+        return get_args(self.field.type)[0] if self.kind is list else self.kind
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The spellings of an enum's values."""
+        return tuple(member.value for member in self.item) if issubclass(self.item, Enum) else ()
+
+    @property
+    def default(self) -> Any:
+        """The value where no file and no argument sets one."""
+        factory = self.field.default_factory
+        return self.field.default if factory is MISSING else factory()
 
 
 def at_least(bound: float, *, at_most: float | None = None) -> Callable[[Any], bool]:

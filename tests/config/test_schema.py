@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanotrain.config.config import Config, WSDDecayStyle
+from nanotrain.config.option import Entry
 from nanotrain.config.schema import (
     ENTRIES,
     KEYS,
     SECTIONS,
-    Entry,
     check_choice,
     config_from_dict,
     flatten,

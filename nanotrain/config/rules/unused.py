@@ -21,11 +21,11 @@ from nanotrain.config.config import (
     WeightDecayStyle,
 )
 from nanotrain.config.derive import GATED, is_model_known
+from nanotrain.config.option import Entry
 from nanotrain.config.rules.rule import Values
 from nanotrain.config.schema import (
     ENTRIES,
     KEYS,
-    Entry,
     argument_of,
     entries_of,
     typed,
