@@ -215,7 +215,7 @@ def shrink_model(config: Config, seq_length: int) -> ModelConfig:
         small = replace(small, ffn_hidden_size=_width(2 * small.hidden_size, ranks=ranks))
     if moe is None:
         return small
-    pattern = shrink_pattern(moe.layer_freq, moe_layers(model_config), num_layers)
+    pattern = shrink_pattern(moe.layer_freq, moe_layers(model_config), num_layers=num_layers)
     return replace(small, moe=shrink_experts(replace(moe, layer_freq=pattern), parallel, ffn_size=small.hidden_size))
 
 
@@ -302,12 +302,12 @@ def shrink_experts(moe: MoEConfig, parallel: ParallelConfig, *, ffn_size: int) -
     )
 
 
-def shrink_pattern(pattern: str, full: tuple[bool, ...], num_layers: int) -> str:
+def shrink_pattern(pattern: str, full: tuple[bool, ...], *, num_layers: int) -> str:
     """The MoE pattern of fewer layers: evenly sampled from the full one, with both kinds of layers if it has both.
 
-    >>> shrink_pattern("[0]*3+[1]*58", (False,) * 3 + (True,) * 58, 4)
+    >>> shrink_pattern("[0]*3+[1]*58", (False,) * 3 + (True,) * 58, num_layers=4)
     '[0]+[1]*3'
-    >>> shrink_pattern("[0]+[1]*59+[0]", (False, *(True,) * 59, False), 4)
+    >>> shrink_pattern("[0]+[1]*59+[0]", (False, *(True,) * 59, False), num_layers=4)
     '[0]+[1]*3'
     """
     if isinstance(read_pattern(pattern), int):

@@ -49,7 +49,7 @@ class Unused:
     is_harmless: bool = False  # published scripts of Megatron-LM set the fields all the same: reset, not refused
 
 
-def is_off(name: str, value: str, v: Values) -> bool:
+def is_off(v: Values, *, name: str, value: str) -> bool:
     """Whether the switch of a section is off."""
     return bool(v[name] != value if value else not v[name])
 
@@ -66,7 +66,7 @@ def of_absent_sections() -> Iterator[Unused]:
         yield Unused(
             names,
             switch.name,
-            partial(is_off, switch.name, value),
+            partial(is_off, name=switch.name, value=value),
             f"it belongs to {owner}{', which is unset' if switch.is_optional else ''}",
             f"set {switch.flag}{f' {value}' if value else ''}",
         )
