@@ -1,4 +1,4 @@
-"""Start the ranks of this machine with torch.distributed.elastic, as torchrun does, and return their exit code.
+"""Start the ranks of this machine as torchrun does (torch.distributed.launcher), and return their exit code.
 
 Differences from `torchrun -m nanotrain.train`: only the output of the ranks is printed; SIGTERM, SIGINT and SIGHUP are
 sent on to the ranks, which save and end by themselves, so the exit code is 0; SIGUSR1 is sent on, too; `nohup` has an
@@ -13,19 +13,17 @@ import socket
 import sys
 import uuid
 from argparse import Namespace
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
+from pathlib import Path
 from types import FrameType
 
 import torch
 from torch.distributed import DistError
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
-from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser, parse_min_max_nnodes
 
 from nanotrain.comm.device import memory_per_rank
@@ -33,7 +31,7 @@ from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.quantities import count_of, describe_bytes
 from nanotrain.runs.open_files import require_open_files
 from nanotrain.system.host import usable_cores
-from nanotrain.system.process import stop_signals
+from nanotrain.system.process import STOPPED, stop_signals
 
 SAVE = signal.SIGUSR1  # sent on to the ranks, which save and continue
 TORCH_SIGNALS = "SIGQUIT"  # torch ends the ranks
@@ -68,10 +66,8 @@ def start_ranks(
     require_open_files(num_ranks=num_local)
     require_host_memory(num_local)
     environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(num_local)))
-    environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = TORCH_SIGNALS
-    with silent_logs(wanted="LOGLEVEL" in environment):
-        config, entrypoint, entry_arguments = launch_config(args)
-        return run_agent(build_agent(config, str(entrypoint), arguments=entry_arguments))
+    with silent_logs(wanted="LOGLEVEL" in environment), passing_signals_on(environment) as stops:
+        return run_ranks(args, stops)
 
 
 def check_ranks(program: Sequence[str], *, options: Sequence[str], check: Callable[[int], object]) -> Namespace:
@@ -189,78 +185,39 @@ def threads_per_rank(num_ranks: int) -> int:
     return max(1, usable_cores() // num_ranks)
 
 
-def launch_config(args: Namespace) -> tuple[LaunchConfig, object, list[str]]:
-    """Torch's launch configuration, the program and its arguments.
+def run_ranks(args: Namespace, stops: Sequence[int]) -> int:
+    """Run the ranks until they end; returns the exit code.
+
+    Args:
+        args: torchrun's arguments.
+        stops: signals that were sent on to the ranks, filled while they run.
 
     Raises:
-        ConfigError: options that contradict each other.
+        ConfigError: options that contradict each other, or an invalid rendezvous endpoint.
+        EnvironmentFault: the machines of the job do not meet.
     """
     try:
-        return config_from_args(args)
+        config, entrypoint, arguments = config_from_args(args)
     except (AssertionError, ValueError, OSError) as error:
         raise ConfigError(str(error), why="torchrun refuses it", fix="torchrun --help describes the options") from None
-
-
-def build_agent(config: LaunchConfig, entrypoint: str, *, arguments: Sequence[str]) -> LocalElasticAgent:
-    """The agent that starts and watches the ranks of this machine, as torch.distributed.launcher builds it.
-
-    Raises:
-        ConfigError: the rendezvous endpoint is invalid.
-        EnvironmentFault: it does not answer.
-    """
-    parameters = RendezvousParameters(
-        backend=config.rdzv_backend,
-        endpoint=config.rdzv_endpoint,
-        run_id=config.run_id,
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        local_addr=config.local_addr,
-        **config.rdzv_configs,
-    )
-    is_static = config.rdzv_backend == "static"
+    config.signals_to_handle = TORCH_SIGNALS
     try:
-        address = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=-1) if is_static else (None, None)
-        rendezvous = rendezvous_registry.get_rendezvous_handler(parameters)
+        elastic_launch(config, entrypoint)(*arguments)
+    except ChildFailedError as error:
+        return exit_code(error.failures, is_stopped=bool(stops))
+    except SignalException as error:  # TORCH_SIGNALS
+        return 128 + int(error.sigval)
     except ValueError as error:
         fix = "set --rdzv-backend and --rdzv-endpoint HOST:PORT as for torchrun"
         raise ConfigError("the machines cannot meet", why=str(error), fix=fix) from None
     except (RendezvousError, DistError) as error:
         raise _do_not_meet(error) from None
-    spec = WorkerSpec(
-        role=config.role,
-        local_world_size=config.nproc_per_node,
-        entrypoint=entrypoint,
-        args=tuple(arguments),
-        rdzv_handler=rendezvous,
-        max_restarts=config.max_restarts,
-        monitor_interval=config.monitor_interval,
-        master_addr=address[0],
-        master_port=address[1],
-        local_addr=config.local_addr,
-        numa_options=config.numa_options,
-    )
-    assert config.logs_specs is not None, "config_from_args sets it"
-    return LocalElasticAgent(spec, config.logs_specs, log_line_prefix_template=config.log_line_prefix_template)
-
-
-def run_agent(agent: LocalElasticAgent) -> int:
-    """Run the ranks until they end; returns the exit code.
-
-    Raises:
-        EnvironmentFault: the machines of the job do not meet.
-    """
-    handler = agent.get_worker_group().spec.rdzv_handler
-    try:
-        with passing_signals_on(agent) as stops:
-            result = agent.run()
-    except SignalException as error:  # TORCH_SIGNALS
-        return 128 + int(error.sigval)
-    except (RendezvousError, DistError) as error:
-        raise _do_not_meet(error) from None
-    finally:
-        with suppress(RendezvousError):
-            handler.shutdown()
-    return exit_code(result, is_stopped=bool(stops))
+    except AttributeError as error:
+        if error.name != "is_failed":  # of the result, which torch does not have if this machine was not admitted
+            raise
+        why, fix = "the job has ended, or has all its machines", "start it with another --rdzv-id"
+        raise EnvironmentFault("this machine was not admitted to the job", why=why, fix=fix) from None
+    return 0
 
 
 def _do_not_meet(error: Exception) -> EnvironmentFault:
@@ -275,26 +232,18 @@ def _do_not_meet(error: Exception) -> EnvironmentFault:
     )
 
 
-def exit_code(result: RunResult | None, *, is_stopped: bool) -> int:
-    """The exit code of a job: 0, the code of the first rank that ended with an error, or 128 plus a signal.
+def exit_code(failures: Mapping[int, ProcessFailure], *, is_stopped: bool) -> int:
+    """The exit code of a job that failed: the code of the first rank that ended with an error, or 128 plus a signal.
 
     Args:
-        result: of the agent; None if this machine was not admitted.
-        is_stopped: a signal was passed on to the ranks, so a rank that it ended needs no message.
+        failures: failures by rank.
+        is_stopped: whether a signal was sent on to the ranks, so that a rank that it ended needs no message.
     """
-    if result is None:
-        raise EnvironmentFault(
-            "this machine was not admitted to the job",
-            why="the job has ended, or has all its machines",
-            fix="start it with another --rdzv-id",
-        )
-    if not result.is_failed():
-        return 0
-    failures = sorted(result.failures.items(), key=lambda item: item[1].timestamp)
-    for _, failure in failures:  # ranks that lost another report it and end with code 2
+    in_order = sorted(failures.items(), key=lambda item: item[1].timestamp)
+    for _, failure in in_order:  # ranks that lost another report it and end with code 2
         if failure.exitcode > 0:
             return failure.exitcode
-    rank, number = failures[0][0], -failures[0][1].exitcode
+    rank, number = in_order[0][0], -in_order[0][1].exitcode
     if not is_stopped:  # a killed rank cannot report anything
         hint = ", which the kernel sends where memory runs out: see dmesg" if number == signal.SIGKILL else ""
         print(f"error: rank {rank} was ended by {signal.Signals(number).name}{hint}", file=sys.stderr, flush=True)
@@ -302,21 +251,27 @@ def exit_code(result: RunResult | None, *, is_stopped: bool) -> int:
 
 
 @contextmanager
-def passing_signals_on(agent: LocalElasticAgent) -> Iterator[list[int]]:
+def passing_signals_on(environment: MutableMapping[str, str]) -> Iterator[list[int]]:
     """Send `stop_signals` and SIGUSR1 on to the ranks, which have their own sessions; yields the stops received.
 
-    Torch's agent would end the ranks after 30 s and the job with an error. Here a rank has the time it needs to finish
-    its step and save. Before the ranks have started, a stop ends this process.
+    torchrun would end the ranks after 30 s and the job with an error. Here a rank has the time it needs to finish its
+    step and save. Before the ranks have started, a stop ends this process.
+
+    Args:
+        environment: environment that the ranks inherit; after a stop, ranks that torch starts again end at once.
     """
     stops: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        running = [worker.id for worker in agent.get_worker_group().workers if send(worker.id, number)]
+        ranks = _ranks()
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank, number)
         if number == SAVE:
             return
         stops.append(number)
-        agent._remaining_restarts = 0  # the agent must not restart ranks that a signal ended
-        if not running:
+        environment[STOPPED] = str(128 + number)
+        if not ranks:
             raise SystemExit(128 + number)
 
     before = {number: signal.signal(number, on_signal) for number in (*stop_signals(), SAVE)}
@@ -327,12 +282,12 @@ def passing_signals_on(agent: LocalElasticAgent) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def send(pid: int | None, number: int) -> bool:
-    """Send a signal to a process; False if there is none."""
-    if not pid:
-        return False
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return False
-    return True
+def _ranks() -> list[int]:
+    """The process ids of the ranks: children of this process, each the leader of its own session."""
+    ranks = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            _, parent, _, session, *_ = path.read_text().rpartition(")")[2].split()
+            if int(parent) == os.getpid() and session == path.parent.name:
+                ranks.append(int(session))
+    return ranks

@@ -24,6 +24,7 @@ from nanotrain.errors import EnvironmentFault, NanotrainError, report
 from nanotrain.system.output import guard_output
 
 PR_SET_PDEATHSIG = 1  # of man 2 prctl
+STOPPED = "NANOTRAIN_STOPPED"  # set by a launcher that was stopped: the exit code of ranks that torch starts again
 OF_TORCHRUN = "TORCHELASTIC_RUN_ID"  # set for ranks; a process that a user started from a shell outlives it (nohup)
 
 
@@ -36,6 +37,8 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     guard_output()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it would end this process before the training handles it
     end_with_launcher(os.environ)
+    if STOPPED in os.environ:
+        sys.exit(int(os.environ[STOPPED]))
     try:
         code = main()
         print(end="", flush=True)  # a closed pipe is found here, not when the interpreter ends

@@ -9,7 +9,6 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.run import get_args_parser
 
@@ -22,11 +21,11 @@ from nanotrain.launch.start_ranks import (
     local_world_size,
     passing_signals_on,
     read_options,
-    run_agent,
 )
+from nanotrain.system.process import STOPPED
 from tests.harness import HANG_S
 
-NAMES = ("OMP_NUM_THREADS", "LOGLEVEL", "TORCHELASTIC_SIGNALS_TO_HANDLE")
+NAMES = ("OMP_NUM_THREADS", "LOGLEVEL", "TORCHELASTIC_SIGNALS_TO_HANDLE", STOPPED)
 
 
 @pytest.fixture
@@ -176,60 +175,87 @@ def test_a_machine_that_cannot_connect_to_itself_is_one_error_at_once(monkeypatc
     assert read_options(["--nnodes=2", "--node-rank=1", "--master-addr=host"], ["nanotrain"]).nnodes == "2"
 
 
-def failed(**codes: int) -> RunResult:
-    """A result whose ranks (`r0`, `r1`, ...) ended with these codes, in this order."""
-    rows = {int(name[1:]): SimpleNamespace(exitcode=code, timestamp=i) for i, (name, code) in enumerate(codes.items())}
-    return RunResult(state=WorkerState.FAILED, failures=rows)
+def failed(**codes: int) -> dict[int, SimpleNamespace]:
+    """Failures of ranks (`r0`, `r1`, ...) that ended with these codes, in this order."""
+    return {int(name[1:]): SimpleNamespace(exitcode=code, timestamp=i) for i, (name, code) in enumerate(codes.items())}
 
 
 def test_exit_codes(capfd):
-    assert exit_code(RunResult(state=WorkerState.SUCCEEDED), is_stopped=False) == 0
     assert exit_code(failed(r3=1, r0=2), is_stopped=False) == 1
     assert exit_code(failed(r3=-9, r0=2), is_stopped=False) == 2  # a rank that lost rank 3 reported it
     assert exit_code(failed(r3=-15), is_stopped=True) == 143  # before it could save
     assert capfd.readouterr().err == ""
+
+
+@pytest.fixture
+def launching(start, monkeypatch):
+    """Start ranks with another `elastic_launch`, which is called without arguments."""
+
+    def launching(run):
+        monkeypatch.setattr(launcher, "elastic_launch", lambda config, entrypoint: lambda *arguments: run())
+        return start("")
+
+    return launching
+
+
+def test_a_machine_that_is_not_admitted_is_a_fault(launching):
     with pytest.raises(EnvironmentFault, match="not admitted"):
-        exit_code(None, is_stopped=False)
-
-
-def stub(workers=(), run=None):
-    """An agent without processes."""
-    handler = SimpleNamespace(shutdown=lambda: None)
-    group = SimpleNamespace(workers=workers, spec=SimpleNamespace(rdzv_handler=handler))
-    return SimpleNamespace(get_worker_group=lambda: group, run=run, _remaining_restarts=3)
+        launching(lambda: None.is_failed())
+    with pytest.raises(AttributeError, match="other"):
+        launching(lambda: None.other())
 
 
 def test_a_signal_before_the_ranks_start_ends_the_launcher():
-    agent = stub([SimpleNamespace(id=None)])
-    with pytest.raises(SystemExit) as caught, passing_signals_on(agent):
+    environment: dict[str, str] = {}
+    with pytest.raises(SystemExit) as caught, passing_signals_on(environment):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1)
-    assert caught.value.code == 143 and agent._remaining_restarts == 0
+    assert caught.value.code == 143 and environment == {STOPPED: "143"}
+
+
+def test_ranks_that_a_stop_ended_are_not_started_again(start, tmp_path):
+    program = "life = os.environ['TORCHELASTIC_RESTART_COUNT']\nPath(sys.argv[1], f'starts {life}').touch()\n"
+    program += "from nanotrain.system.process import run_program\n"
+    program += "def main():\n    Path(sys.argv[1], f'trains {life}').touch()\n"
+    program += "    os.kill(os.getppid(), signal.SIGTERM)\n    time.sleep(300)\nrun_program(main)"
+    assert start(program, "--max-restarts=1") == 128 + signal.SIGTERM
+    assert {path.name for path in tmp_path.glob("*s [01]")} == {"starts 0", "trains 0", "starts 1"}
 
 
 def test_a_closed_terminal_is_passed_on_as_a_stop_but_not_under_nohup(monkeypatch):
     sent = []
-    monkeypatch.setattr(launcher, "send", lambda pid, number: sent.append(number) or True)
+    monkeypatch.setattr(launcher, "_ranks", lambda: [1])
+    monkeypatch.setattr(os, "kill", lambda rank, number: sent.append(number))
     before = signal.getsignal(signal.SIGHUP)
-    with passing_signals_on(stub([SimpleNamespace(id=1)])) as stops:
+    with passing_signals_on({}) as stops:
         signal.raise_signal(signal.SIGHUP)
     assert stops == sent == [signal.SIGHUP] and signal.getsignal(signal.SIGHUP) == before
     assert "SIGHUP" not in launcher.TORCH_SIGNALS
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with passing_signals_on(stub([SimpleNamespace(id=1)])) as stops:
+        with passing_signals_on({}) as stops:
             signal.raise_signal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
     assert stops == [] and len(sent) == 1
 
 
-def test_machines_that_do_not_meet_are_a_fault():
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RendezvousTimeoutError(), "did not meet: RendezvousTimeoutError; give all machines the same"),
+        (
+            RendezvousConnectionError("The connection to the C10d store has failed."),
+            "did not meet: RendezvousConnectionError: The connection .* check that",
+        ),
+    ],
+)
+def test_machines_that_do_not_meet_are_a_fault(launching, error, message):
     def run():
-        raise RendezvousTimeoutError
+        raise error
 
-    with pytest.raises(EnvironmentFault, match="did not meet: RendezvousTimeoutError; give all machines the same"):
-        run_agent(stub(run=run))
+    with pytest.raises(EnvironmentFault, match=message):
+        launching(run)
 
 
 def test_a_port_that_another_program_uses_is_one_error(start):
@@ -239,10 +265,6 @@ def test_a_port_that_another_program_uses_is_one_error(start):
             start("", f"--master-port={port}")
 
 
-def test_a_meeting_point_that_does_not_answer_is_one_error(start, monkeypatch):
-    def unreachable(_parameters):
-        raise RendezvousConnectionError("The connection to the C10d store has failed.")
-
-    monkeypatch.setattr(launcher.rendezvous_registry, "get_rendezvous_handler", unreachable)
-    with pytest.raises(EnvironmentFault, match="did not meet: RendezvousConnectionError: The connection .* check that"):
-        start("", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=nosuch:1")
+def test_a_wrong_meeting_point_is_a_config_error(start):
+    with pytest.raises(ConfigError, match="the machines cannot meet: .*; set --rdzv-backend and --rdzv-endpoint"):
+        start("", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=host:port")
