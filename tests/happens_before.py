@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -33,12 +34,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+import nanotrain
 from nanotrain.comm import collectives
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.kernels.traced_wgrad import write_wgrad
 from nanotrain.topology.topology import Topology
 from tests.fake_world import fake_context
+
+PACKAGE = Path(nanotrain.__file__).parent
 
 # Operators that take a tensor for its shape, dtype or storage and touch no memory of it.
 _METADATA_ONLY = {
@@ -383,7 +387,8 @@ def _place() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(places) < 3:
         code = frame.f_code
-        if "/nanotrain/" in code.co_filename and "/nanotrain/comm/" not in code.co_filename:
-            places.append(f"{code.co_filename.rpartition('/nanotrain/')[2]}:{frame.f_lineno} {code.co_name}")
+        file = Path(code.co_filename)
+        if file.is_relative_to(PACKAGE) and not file.is_relative_to(PACKAGE / "comm"):
+            places.append(f"{file.relative_to(PACKAGE)}:{frame.f_lineno} {code.co_name}")
         frame = frame.f_back
     return " <- ".join(places) or "the test"

@@ -10,6 +10,9 @@ ROOT = Path(__file__).parent.parent
 MAX_FILE, MAX_MEDIAN_FILE, MAX_EXAMPLE, MAX_FUNCTION = 400, 150, 80, 60  # lines
 MAX_PARAMETERS, MAX_POSITIONAL = 6, 2  # without self
 MAX_UNTESTED_FILE = 60  # lines of a module without a test file of its name
+MAX_CODE_LINES, MAX_FILES = 27_300, 392  # of the package: what is added is paid for by what is removed
+# the two functions that every reader opens first, and their code lines
+BARE = {"model/transformer.py": ("Block.forward", 12), "train/step.py": ("train_step", 41)}
 VAGUE_NAMES = {"base", "common", "helper", "helpers", "misc", "util", "utils"}
 OPEN_ENDS = re.compile(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError)\b")  # this file names them and is not searched
 
@@ -22,6 +25,36 @@ def files_in(*folders: str) -> list[Path]:
 
 def length(file: Path) -> int:
     return len(file.read_text().splitlines())
+
+
+def code_lines(source: str) -> set[int]:
+    """Numbers of the lines that are code: no blanks, comments, docstrings or imports."""
+    left_out: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            left_out.update(range(node.lineno, (node.end_lineno or 0) + 1))
+        if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node) is not None:
+            left_out.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    lines = ((number, line.strip()) for number, line in enumerate(source.splitlines(), start=1))
+    return {number for number, line in lines if line and not line.startswith("#") and number not in left_out}
+
+
+def weight() -> tuple[int, int]:
+    """Code lines and files of the package."""
+    files = files_in("nanotrain")
+    return sum(len(code_lines(file.read_text())) for file in files), len(files)
+
+
+def bare_lines() -> dict[str, int]:
+    """Code lines of the functions of `BARE`."""
+    found = {}
+    for path, (qualified, _) in BARE.items():
+        source = (ROOT / "nanotrain" / path).read_text()
+        for function, holder in functions_in(ast.parse(source)):
+            if qualified == (f"{holder.name}.{function.name}" if holder else function.name):
+                inside = range(function.body[0].lineno, (function.end_lineno or 0) + 1)
+                found[qualified] = len(code_lines(source) & set(inside))
+    return found
 
 
 def name(file: Path) -> str:
@@ -53,6 +86,21 @@ def parameter_complaint(function: Function, holder: ast.ClassDef | None) -> str:
         return f"{count} positional parameters; keyword-only after {MAX_POSITIONAL}"
     total = count + len(function.args.kwonlyargs)
     return f"{total} parameters; at most {MAX_PARAMETERS}" if total > MAX_PARAMETERS else ""
+
+
+def test_the_package_keeps_its_weight() -> None:
+    lines, files = weight()
+    assert lines <= MAX_CODE_LINES, f"{lines} code lines"
+    assert files <= MAX_FILES, f"{files} files"
+
+
+def test_block_and_step_stay_bare() -> None:
+    counts = bare_lines()
+    assert not [row for row in BARE.values() if counts[row[0]] > row[1]], counts
+
+
+def test_code_lines_leave_out_what_is_no_code() -> None:
+    assert code_lines('"""Text."""\nimport os\n\n# why\ndef f():\n    """Text."""\n    return os  # why\n') == {5, 7}
 
 
 def test_no_file_is_too_long() -> None:
