@@ -85,9 +85,8 @@ def test_every_file_and_module_named_exists(page: Path) -> None:
 
 def is_module(name: str) -> bool:
     """Whether a dotted name is a module or package of ours, or a file name (`PREFIX.nanotrain.json` is no hit)."""
-    place = ROOT / re.sub(r"(\.[a-z_]+)\.(configure|load_config|load_checkpoint|pretrain)$", r"\1", name).replace(
-        ".", "/"
-    )
+    module = re.sub(r"\.(configure|load_config|load_checkpoint|pretrain|ShardedModule)$", "", name)
+    place = ROOT / module.replace(".", "/")
     return place.is_dir() or place.with_name(place.name + ".py").is_file()
 
 
