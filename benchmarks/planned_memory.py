@@ -4,10 +4,8 @@
     python benchmarks/planned_memory.py --only "tp 2"
 
 Every layout is a run of `python -m nanotrain.train`, two steps on synthetic data. At its end a run prints its plan
-beside the peak of its worst rank, less the process before the model. Each layout runs twice:
-
-    measured    freed blocks of 128 KiB or more return to the system (MALLOC_MMAP_THRESHOLD_): the memory in use
-    by default  a run keeps what it frees (comm/host_memory.py), and freed blocks between live ones stay as holes
+beside the peak of its worst rank, less the process before the model. Freed blocks of 128 KiB or more return to the
+system (MALLOC_MMAP_THRESHOLD_), so that this is the memory in use.
 
 Exits with 1 if planned / measured is more than 10 % from 1.
 """
@@ -44,9 +42,9 @@ class Layout:
     num_ranks: int
     flags: tuple[str, ...] = ()
 
-    def run(self, **allocator: str) -> tuple[float, float]:
-        """Train with environment variables of the allocator; planned and measured GB."""
-        environment = dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", **allocator)
+    def run(self) -> tuple[float, float]:
+        """Train; planned and measured GB."""
+        environment = dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", **EXACT)
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.num_ranks}"]
         with tempfile.TemporaryDirectory() as folder:
             command = [*launcher, "-m", "nanotrain.train", *MODEL, *RUN, *self.flags, f"--run-dir={folder}/run"]
@@ -80,13 +78,13 @@ LAYOUTS = (
 
 def compare(only: str = "") -> int:
     """Run the layouts whose name contains `only` and print the table; 1 if a ratio is too far from 1."""
-    print("| layout | planned | measured | ratio | measured by default |\n|---|---:|---:|---:|---:|")
+    print("| layout | planned | measured | ratio |\n|---|---:|---:|---:|")
     ratios = []
     for layout in LAYOUTS:
         if only in layout.name:
-            (planned, measured), (_, by_default) = layout.run(**EXACT), layout.run()
+            planned, measured = layout.run()
             ratios.append(planned / measured)
-            cells = f"{planned:.2f} GB | {measured:.2f} GB | {ratios[-1]:.2f} | {by_default:.2f} GB"
+            cells = f"{planned:.2f} GB | {measured:.2f} GB | {ratios[-1]:.2f}"
             print(f"| {layout.name} | {cells} |", flush=True)
     return int(any(abs(ratio - 1) > MAX_ERROR for ratio in ratios))
 

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanotrain.attention import causal_attention
 from nanotrain.attention.call import AttentionCall, AttentionKernel, TileKernel
 from nanotrain.attention.max_logits import LogitObserver
 from nanotrain.attention.scores import ScoreOptions
@@ -51,8 +50,6 @@ def attend(
     Returns:
         [B, Q, N, Dv].
     """
-    if mask is None and causal_attention.computes(query, key):
-        return causal_attention.attend(query, key=key, value=value)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
     is_rounded = not query.is_cuda and query.itemsize == 2 and torch.is_grad_enabled()

@@ -21,9 +21,9 @@ import torch
 from nanotrain.checkpoint.checksum import crc32
 from nanotrain.checkpoint.manifest import ChunkEntry, TensorEntry
 from nanotrain.checkpoint.plan import split_box
-from nanotrain.comm.cores import cores_per_rank
 from nanotrain.precision.dtypes import DTYPE_NAMES, SAFETENSORS_NAMES
 from nanotrain.spec.boxes import Box, TensorBox
+from nanotrain.system.host import cores_per_rank
 
 MAX_THREADS = 4
 """Checksums, copies, reads and writes release the GIL; more threads than a few only compete for the disk."""

@@ -106,9 +106,8 @@ def start_all_gather(tensor: Tensor, group: Group, *, dim: int) -> Work[Tensor]:
         output, tensor = tensor.new_empty(shape), tensor.contiguous()
         pairs = zip(output.flatten(0, dim - 1), tensor.flatten(0, dim - 1), strict=True)
         return _together([start_all_gather_into(out, part, group=group) for out, part in pairs], output)
-    parts, give = _temporary((group.size, *tensor.shape), tensor, group=group, dim=dim)
-    work = start_all_gather_into(parts, tensor.contiguous(), group=group)
-    return work.then(lambda parts: give(parts.movedim(0, dim).flatten(dim, dim + 1)))
+    work = start_all_gather_into(tensor.new_empty((group.size, *tensor.shape)), tensor.contiguous(), group=group)
+    return work.then(lambda parts: parts.movedim(0, dim).flatten(dim, dim + 1))
 
 
 def start_reduce_scatter(tensor: Tensor, group: Group, *, dim: int) -> Work[Tensor]:
@@ -126,12 +125,8 @@ def start_reduce_scatter(tensor: Tensor, group: Group, *, dim: int) -> Work[Tens
         output = full.new_empty((*tensor.shape[:dim], tensor.shape[dim] // group.size, *tensor.shape[dim + 1 :]))
         pairs = zip(output.flatten(0, dim - 1), full.flatten(0, dim - 1), strict=True)
         return _together([start_reduce_scatter_into(out, part, group=group) for out, part in pairs], output)
-    slices = tensor.unflatten(dim, (group.size, -1)).movedim(dim, 0)
-    if slices.is_contiguous():
-        return start_reduce_scatter_into(slices.new_empty(slices.shape[1:]), slices, group=group)
-    copy, give = _temporary(slices.shape, tensor, group=group, dim=dim)
-    copy.copy_(slices)
-    return start_reduce_scatter_into(slices.new_empty(slices.shape[1:]), copy, group=group).then(give)
+    slices = tensor.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
+    return start_reduce_scatter_into(slices.new_empty(slices.shape[1:]), slices, group=group)
 
 
 def local_slice(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
@@ -252,27 +247,6 @@ def _together(works: Sequence[Work[Tensor]], result: Tensor) -> Work[Tensor]:
         return result
 
     return Work(finish)
-
-
-def _temporary(
-    shape: Sequence[int], like: Tensor, *, group: Group, dim: int
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Temporary memory for a collective along `dim`, and a function that takes its result and releases the memory.
-
-    On gloo it is scratch memory if the result is a copy: freed blocks as large as a full sequence between saved blocks
-    as large as a shard would leave holes in the heap.
-    """
-    if not group.is_gloo or prod(like.shape[:dim]) == 1:
-        return like.new_empty(shape), lambda result: result
-    scratch = group.scratch.take(prod(shape), like.dtype)
-
-    def give(result: Tensor) -> Tensor:
-        if result.untyped_storage().data_ptr() == scratch.untyped_storage().data_ptr():
-            result = result.clone()  # a view: slices of one element
-        group.scratch.give(scratch)
-        return result
-
-    return scratch.view(shape), give
 
 
 def _check_divisible(tensor: Tensor, group: Group, *, dim: int) -> None:

@@ -3,7 +3,7 @@
 gloo's own reduce-scatter runs a full all-reduce and rounds bf16 and fp16 after every addition. Here each rank sends
 slice i to rank i, which sums the d versions in rank order in fp32 and rounds once:
 
-    rank 0  [a0 a1 a2 a3]        rank 2 receives a2, b2 and d2 into scratch memory and
+    rank 0  [a0 a1 a2 a3]        rank 2 receives a2, b2 and d2 into a temporary buffer and
     rank 1  [b0 b1 b2 b3]        writes a2 + b2 + c2 + d2 to its output
     rank 2  [c0 c1 c2 c3]
     rank 3  [d0 d1 d2 d3]
@@ -32,8 +32,8 @@ def start_reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group, a
 
     With `averages` the sum is divided by the number of ranks before it is rounded.
     """
-    slices, scratch = tensor.view(group.size, -1), group.scratch.take(tensor.numel() - output.numel(), output.dtype)
-    versions = list(scratch.view(group.size - 1, -1))
+    slices, received = tensor.view(group.size, -1), output.new_empty((group.size - 1, output.numel()))
+    versions = list(received)
     versions.insert(group.index, slices[group.index])
     divisor = group.size if averages else 1
     receives: dict[tuple[int, int], dist.Work] = {}  # of a chunk, by its start and the sending rank
@@ -51,10 +51,9 @@ def start_reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group, a
             _sum_in_order(total[chunk], [version[chunk] for version in versions], local=group.index, divisor=divisor)
         for handle in sends:
             group.wait(handle)
-        group.scratch.give(scratch)
         return output
 
-    return Work(finish, op="reduce_scatter", group=group, keep=[output, tensor, scratch])
+    return Work(finish, op="reduce_scatter", group=group, keep=[output, tensor, received])
 
 
 def start_all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> Work[Tensor]:

@@ -15,7 +15,6 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from nanotrain.comm.heartbeat import Heartbeat
-from nanotrain.comm.scratch import Scratch
 from nanotrain.topology.groups import UNCONNECTED, GroupName, GroupSpec
 
 
@@ -73,7 +72,6 @@ class Group:
             those of the spec.
         process_group: torch's handle; None for a group of one rank.
         traffic: counts sent bytes, shared by the groups of a rank.
-        scratch: receive buffers, shared by the groups of a rank.
         coords_text: this rank's coordinates for error messages ("pp1 dp3 tp0").
         heartbeat: records what this rank does, shared by the groups of a rank.
 
@@ -87,7 +85,6 @@ class Group:
         process_group: dist.ProcessGroup | None = None,
         *,
         traffic: TrafficCounter | None = None,
-        scratch: Scratch | None = None,
         coords_text: str = "",
         heartbeat: Heartbeat | None = None,
     ) -> None:
@@ -96,8 +93,7 @@ class Group:
         self.spec, self.process_group, self.coords_text = spec, process_group, coords_text
         self.name, self.ranks, self.index = spec.name, spec.ranks, spec.index
         self.size, self.rank, self.is_first = spec.size, spec.rank, spec.is_first
-        self.traffic, self.scratch = traffic or TrafficCounter(), scratch or Scratch()
-        self.heartbeat = heartbeat or Heartbeat()
+        self.traffic, self.heartbeat = traffic or TrafficCounter(), heartbeat or Heartbeat()
         self.levels: tuple[Group, ...] = ()
         self._message_timeout: tuple[timedelta, ...] = ()
 
@@ -115,7 +111,6 @@ class Group:
             spec,
             leaf.process_group,
             traffic=leaf.traffic,
-            scratch=leaf.scratch,
             coords_text=leaf.coords_text,
             heartbeat=leaf.heartbeat,
         )

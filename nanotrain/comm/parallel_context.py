@@ -23,9 +23,7 @@ from nanotrain.comm import flight_recorder
 from nanotrain.comm.device import pick_device, process_group_device
 from nanotrain.comm.group import Group, TrafficCounter
 from nanotrain.comm.heartbeat import Heartbeat
-from nanotrain.comm.host_memory import keep_freed_memory
 from nanotrain.comm.process_groups import create_control, create_groups, join_world, require_host
-from nanotrain.comm.scratch import Scratch
 from nanotrain.errors import EnvironmentFault
 from nanotrain.quantities import count_of
 from nanotrain.topology.groups import GroupName, GroupSpec
@@ -105,7 +103,7 @@ class ParallelContext:
     def __init__(self, topology: Topology, rank: int, *, device: torch.device) -> None:
         self.topology, self.rank, self.device = topology, rank, device
         self.coords, self.coords_text = topology.coords(rank), topology.coords_text(rank)
-        self.traffic, self._scratch, self.heartbeat = TrafficCounter(), Scratch(), Heartbeat()
+        self.traffic, self.heartbeat = TrafficCounter(), Heartbeat()
         self.store: Store = HashStore()
         self.groups: dict[GroupName, Group] = {}
         self.timeout_s = 0.0
@@ -138,8 +136,6 @@ class ParallelContext:
                 fix=f"launch {count_of(topology.world_size, 'rank')}, or plan the topology for {launch.world_size}",
             )
         chosen = pick_device(device, launch.local_rank)
-        if chosen.type == "cpu":
-            keep_freed_memory()
         if not launch.is_distributed:
             yield cls(topology, 0, device=chosen)._with_groups(timeout_s)
             return
@@ -193,7 +189,6 @@ class ParallelContext:
             spec,
             process_group,
             traffic=self.traffic,
-            scratch=self._scratch,
             coords_text=self.coords_text,
             heartbeat=self.heartbeat,
         )

@@ -18,6 +18,12 @@ def usable_cores() -> int:
     return min(cores, core_limit() or cores)
 
 
+def cores_per_rank() -> int:
+    """The cores of this process, shared by the ranks of the machine (LOCAL_WORLD_SIZE of torchrun); at least 1."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, usable_cores() // (int(ranks) or 1)) if ranks.isdecimal() else usable_cores()
+
+
 def core_limit() -> int | None:
     """Cores of the control group (`docker run --cpus`), rounded up; None without a limit."""
     limits = []

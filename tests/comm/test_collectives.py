@@ -86,8 +86,6 @@ def test_collectives_along_a_dim_concatenate_and_split_it(ctx, dim):
     start_all_gather(-part, group, dim=dim).wait()
     start_reduce_scatter(-full, group, dim=dim).wait()
     assert torch.equal(gathered, full), "a result lies in memory that the next collective uses"
-    kept = max((block.numel() for block in group.scratch._free), default=0)
-    assert not dim or kept == full.nbytes, "temporary copies are scratch memory, given back"
     assert torch.equal(start_all_reduce(full.contiguous(), group).wait(), 2 * full)
     bytes_sent = group.traffic.bytes("tp")
     with pytest.MonkeyPatch.context() as patch:  # as on NCCL with large slices

@@ -64,11 +64,6 @@ def reduce_many_at_once(ctx):
     for output, tensor in zip(outputs, tensors, strict=True):
         total = torch.arange(float(tensor.numel())) * 4 + 6
         assert torch.equal(output, total.chunk(4)[ctx.rank] if tensor.numel() else total)
-    assert len(group.scratch._free) == 4
-    again = torch.empty(200)
-    start_reduce_scatter_into(again, tensors[3], group=group).wait()
-    assert torch.equal(again, outputs[3])
-    assert len(group.scratch._free) == 4, "receive buffers are reused"
 
 
 def test_reductions_in_flight_together_do_not_mix_and_may_be_waited_for_in_any_order():

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from nanotrain.comm import collectives
-from nanotrain.comm.scratch import Scratch
 from nanotrain.comm.work import Work
 from nanotrain.kernels.traced_wgrad import CAN_TRACE
 from nanotrain.memory import block_transforms
@@ -231,17 +230,6 @@ def _pooled_grads_released_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Bucket, "start_reduce", start_reduce)
 
 
-def _scratch_given_back_early(patch: pytest.MonkeyPatch) -> None:
-    take = Scratch.take
-
-    def take_and_give(self: Scratch, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        tensor = take(self, numel, dtype)
-        self.give(tensor)
-        return tensor
-
-    patch.setattr(Scratch, "take", take_and_give)
-
-
 def _inputs_not_kept(patch: pytest.MonkeyPatch) -> None:
     class Unkept(Work[Any]):
         def __init__(self, finish: Callable[[], Any], *, keep: Any = (), **options: Any) -> None:
@@ -257,7 +245,6 @@ PLANTED = [
     (_no_wait_for_grads, Row(2, "optim_grads", options=OVERLAP), "reads an output in flight: reduce_scatter"),
     (_no_wait_for_messages, Row(2, "optim", {"pp": 2}, rank=1), "reads an output in flight: receive"),
     (_pooled_grads_released_early, Row(2, "optim_grads", options=OVERLAP), "in flight: reduce_scatter"),
-    (_scratch_given_back_early, Row(2, "optim", options=OVERLAP, backend="gloo"), "in flight: receive"),
     (_inputs_not_kept, Row(2, "optim", {"tp": 2}, SP), "storage was freed or resized in flight: reduce_scatter"),
 ]
 

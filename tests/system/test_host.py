@@ -77,3 +77,16 @@ def test_memory_of_version_1(write) -> None:
 
 def test_this_machine_has_both() -> None:
     assert 1 <= host.usable_cores() <= (os.cpu_count() or 1) and (host.available_memory() or 1) > 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"), [(None, 8), ("1", 8), ("3", 2), ("8", 1), ("64", 1), ("0", 8), ("x", 8), ("", 8)]
+)
+def test_the_ranks_of_a_machine_share_its_cores(
+    ranks: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "usable_cores", lambda: 8)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert host.cores_per_rank() == expected
