@@ -20,7 +20,7 @@ from nanotrain.comm.autograd import gather_along
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import OptimConfig
-from nanotrain.interop.hf.families import FAMILIES, model_from_hf
+from nanotrain.interop.hf.families import FAMILIES, load_families, model_from_hf
 from nanotrain.optim.lr import LR_DECAYS
 from nanotrain.optim.optimizers import OPTIMIZERS
 from nanotrain.optim.rule import ParamRange, UpdateRule, UpdateStep
@@ -159,11 +159,11 @@ def test_a_file_format_of_prepare_is_a_splitter_and_a_reader(tmp_path: Path, mon
 def test_a_family_is_read_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nanotrain.interop.hf.export import export_weights
 
-    mine = replace(FAMILIES["llama"], architecture="MineForCausalLM")
-    monkeypatch.setitem(FAMILIES, "mine", mine)
+    (tmp_path / "mine.yaml").write_text("families: {mine: {from: llama, architecture: MineForCausalLM}}")
+    monkeypatch.setitem(FAMILIES, "mine", load_families(tmp_path / "mine.yaml")["mine"])
     stage = randomize(build(MODELS["llama-untied"]))
     tensors = [(name, parameter.detach()) for name, parameter in stage.named_parameters()]
-    export_weights(tmp_path, stage.model_config, tensors=tensors, family="mine")
-    raw = json.loads((tmp_path / "config.json").read_text())
+    export_weights(tmp_path / "out", stage.model_config, tensors=tensors, family="mine")
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (raw["model_type"], raw["architectures"]) == ("mine", ["MineForCausalLM"])
-    assert model_from_hf(tmp_path).num_layers == stage.model_config.num_layers
+    assert model_from_hf(tmp_path / "out").num_layers == stage.model_config.num_layers

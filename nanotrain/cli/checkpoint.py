@@ -54,8 +54,7 @@ def export_hf(argv: Sequence[str]) -> int:
     args = vars(parser.parse_args(argv))
     repository = args.pop("push")
     from nanotrain.inference.checkpoint import export_checkpoint
-    from nanotrain.interop.hf.card import name_card
-    from nanotrain.interop.hf.push import check_repository, push_folder
+    from nanotrain.interop.hf.hub import check_repository, name_card, push_folder
 
     if repository is not None:
         check_repository(repository)
@@ -114,7 +113,7 @@ def import_hf(argv: Sequence[str]) -> int:
     parser.add_argument("folder", type=Path, help="the Hugging Face folder")
     parser.add_argument("output", type=Path, help="the folder to write")
     args = parser.parse_args(argv)
-    from nanotrain.inference.import_hf import import_hf as import_folder
+    from nanotrain.interop.hf.import_weights import import_hf as import_folder
 
     print(import_folder(args.folder, args.output))
     return 0

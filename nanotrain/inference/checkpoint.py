@@ -311,11 +311,12 @@ def export_checkpoint(
         ema: write the moving average of the weights (`--ema-decay`).
     """
     from nanotrain.interop.hf.export import export_weights
+    from nanotrain.interop.hf.names import expert_bias_shapes
 
     checkpoint = open_checkpoint(path, ema=ema)
     model_config = checkpoint.config.model
     names = [checkpoint.prefix + spec.name for spec in declare_model(ModelShape.of(model_config))]
-    names += expert_biases(build_stage(model_config))
+    names += [f"router/{name}" for name in expert_bias_shapes(model_config)]
     tensors = ((name.partition("/")[2], tensor) for name, tensor in read_global_tensors(checkpoint.path, names))
     companions = _companions(checkpoint, tokenizer)
     written = export_weights(folder, model_config, tensors=tensors, dtype=dtype, family=family, companions=companions)

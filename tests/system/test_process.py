@@ -27,7 +27,7 @@ NEVER += ("wandb", "tensorboard", "torch.utils.tensorboard", "prometheus_client"
 BUILT = (*NEVER, "sympy", "torch.fx.experimental.symbolic_shapes", "plotly")
 BUILT += (
     "nanotrain.interop.hf.families",
-    "nanotrain.interop.hf.import_weights",
+    "nanotrain.interop.hf.weights",
     "nanotrain.report.page",
     "nanotrain.report.history",
 )

@@ -1,4 +1,4 @@
-"""Canonical form of a model section: equal for sections that describe the same model."""
+"""Model sections that describe the same model: `canonical` makes them equal, `resolved` sets derived sizes."""
 
 import math
 from dataclasses import replace
@@ -33,15 +33,28 @@ def free_keys(model_config: ModelConfig) -> tuple[str, ...]:
     return FREE_KEYS if model_config.moe is None else FREE_KEYS + FREE_EXPERT_KEYS
 
 
+def resolved(model_config: ModelConfig) -> ModelConfig:
+    """The same model with derived sizes set."""
+    shape = ModelShape.of(model_config)
+    moe = model_config.moe
+    if moe is not None and shape.moe is not None:
+        moe = replace(moe, ffn_hidden_size=shape.moe.ffn_size)
+    return replace(
+        model_config,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn_size,
+        moe=moe,
+    )
+
+
 def canonical(model_config: ModelConfig) -> ModelConfig:
     """The same model with derived sizes resolved and fields without effect at their defaults."""
     model_config = without_absent(model_config)
     shape = ModelShape.of(model_config)
     moe = shape.moe if shape.moe is not None and any(shape.moe.layers) else None
     model_config = replace(
-        model_config,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.head_dim,
+        resolved(model_config),
         add_qkv_bias=model_config.add_qkv_bias and not model_config.add_bias_linear,
         ffn_hidden_size=None if moe is not None and all(moe.layers) else shape.ffn_size,
         mtp=replace(model_config.mtp, num_layers=shape.num_mtp_layers or None),

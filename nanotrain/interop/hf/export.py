@@ -19,11 +19,10 @@ from torch import Tensor
 
 from nanotrain.config.config import ModelConfig
 from nanotrain.errors import EnvironmentFault, HuggingFaceError
-from nanotrain.interop.hf.card import CARD_FILE, model_card
 from nanotrain.interop.hf.companions import CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILES, Companions
 from nanotrain.interop.hf.families import FAMILIES, config_to_hf, family_of
-from nanotrain.interop.hf.naming import map_parameters, mtp_copies
-from nanotrain.interop.hf.tensor_mapping import TensorMapping
+from nanotrain.interop.hf.hub import CARD_FILE, model_card
+from nanotrain.interop.hf.names import TensorMapping, map_parameters, mtp_copies
 from nanotrain.precision.dtypes import TORCH_DTYPES, torch_name
 from nanotrain.runs.files import disk_errors, free_space, write_text
 from nanotrain.spec.boxes import Box

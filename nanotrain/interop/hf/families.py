@@ -1,26 +1,29 @@
 """Hugging Face families, and ModelConfig to and from their config.json.
 
 A family can represent a model exactly if writing its config.json and reading it back gives the same model, so no
-feature is lost. docs/new_family.md shows how to add a family: one file and one row of FAMILIES.
+feature is lost. docs/new_family.md shows how to add a family: one row of families.yaml.
 
-    FAMILIES                                the table
+    FAMILIES, load_families                 the families, from the tables of families.yaml
     config_from_hf, model_from_hf           config.json -> ModelConfig
     family_of, config_to_hf                 ModelConfig -> config.json
     check_against                           checks the configured model against a pretrained checkpoint
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from nanotrain.config.config import ModelConfig, MTPConfig
 from nanotrain.config.derive import moe_layers
 from nanotrain.config.schema import (
     KEYS,
     config_from_dict,
+    convert,
     flat_values,
-    to_dict,
+    nest,
     typed,
     value_of,
     with_values,
@@ -28,48 +31,13 @@ from nanotrain.config.schema import (
 )
 from nanotrain.errors import ConfigError, HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical, free_keys
-from nanotrain.interop.hf.deepseek import (
-    DEEPSEEK_V3_FUSED,
-    DEEPSEEK_V3_NAMES,
-    GLM4_MOE_FUSED,
-    GLM4_MOE_NAMES,
-    read_deepseek_v3,
-    read_glm4_moe,
-    write_deepseek_v3,
-    write_glm4_moe,
-)
-from nanotrain.interop.hf.gemma import GEMMA3_NAMES, read_gemma3, write_gemma3
-from nanotrain.interop.hf.gpt2 import GPT2, read_gpt2, write_gpt2
-from nanotrain.interop.hf.gpt_oss import GPT_OSS_NAMES, read_gpt_oss, write_gpt_oss
-from nanotrain.interop.hf.llama import (
-    LLAMA,
-    read_llama,
-    read_qwen2,
-    read_qwen3,
-    read_smollm3,
-    write_llama,
-    write_qwen2,
-    write_qwen3,
-    write_smollm3,
-)
-from nanotrain.interop.hf.mistral import PHI3_NAMES, read_mistral, read_phi3, write_mistral, write_phi3
-from nanotrain.interop.hf.mixture import (
-    FUSED_NAMES,
-    MIXTRAL_NAMES,
-    QWEN2_MOE_FUSED,
-    QWEN2_MOE_NAMES,
-    QWEN3_MOE_NAMES,
-    read_mixtral,
-    read_qwen2_moe,
-    read_qwen3_moe,
-    write_mixtral,
-    write_qwen2_moe,
-    write_qwen3_moe,
-)
-from nanotrain.interop.hf.naming import Naming
-from nanotrain.interop.hf.olmo import OLMO_NAMES, read_olmo2, read_olmo3, write_olmo2, write_olmo3
+from nanotrain.interop.hf.layout import Layout
+from nanotrain.interop.hf.names import HFName, Naming
+from nanotrain.interop.hf.parts import PARTS
 from nanotrain.interop.hf.weights import has_mtp_weights
 from nanotrain.untrusted import parse_json, read_file
+
+TABLES = Path(__file__).with_name("families.yaml")
 
 
 @dataclass(frozen=True)
@@ -77,51 +45,76 @@ class Family:
     """One `model_type` of Hugging Face."""
 
     architecture: str  # class name in config.json
-    read: Callable[[Mapping[str, Any]], ModelConfig]  # config.json -> model
-    write: Callable[[ModelConfig], dict[str, Any]]  # model -> config.json, without the entries of `config_to_hf`
+    layout: Layout  # config.json <-> model section
     naming: Naming  # names of the tensors
     other_namings: tuple[Naming, ...] = ()  # names that files may have but that are never written
     prefix: str = "model."  # of every tensor but the head; files of the base model without a head omit it
     # suffixes of tensors that are not weights (buffers in old files)
-    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    ignored: tuple[str, ...] = ()
     # files may have layers beyond the model's, for multi-token prediction that is left out
     ignores_later_layers: bool = False
 
 
-MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
+def load_families(path: Path = TABLES) -> dict[str, Family]:
+    """The families of a file such as families.yaml, which describes the tables and whose rows others may start from."""
+    rows: dict[str, Any] = {}
+    content: dict[str, Any] = {}
+    for file in dict.fromkeys((TABLES, path)):
+        content = yaml.load(file.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        rows |= content.get("shared", {}) | content["families"]
+    return {name: _family_of_row(_complete(name, rows)) for name in content["families"]}
+
+
+def _complete(name: str, rows: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with the tables and lists of the rows that it starts from, in front of its own."""
+    row = dict(rows[name])
+    bases = row.pop("from", [])
+    complete: dict[str, Any] = {}
+    for part in [*(_complete(base, rows) for base in ([bases] if isinstance(bases, str) else bases)), row]:
+        for key, value in part.items():
+            if isinstance(value, dict):
+                complete[key] = complete.get(key, {}) | value
+            else:
+                complete[key] = complete.get(key, []) + value if isinstance(value, list) else value
+    return complete
+
+
+def _family_of_row(row: dict[str, Any]) -> Family:
+    row["fixed"] = {key: convert(KEYS[f"model.{key}"], value) for key, value in row.get("fixed", {}).items()}
+    row["required"] = {entry: values for entry, values in row.get("required", {}).items() if values}
+    row["parts"] = tuple(PARTS[name] for name in row["parts"])
+    row["layers"] = _names(row["layers"])
+    row["layout"], row["naming"] = _build(Layout, row), _build(Naming, row)
+    if "other_layers" in row:
+        layers = {**row["layers"], **_names(row["other_layers"])}
+        row["other_namings"] = (replace(row["naming"], layers=layers),)
+    row["ignored"] = tuple(row["ignored"])
+    unknown = (
+        row.keys() - {field.name for kind in (Family, Layout, Naming) for field in fields(kind)} - {"other_layers"}
+    )
+    assert not unknown, f"a row of families has the tables {sorted(unknown)}, which nothing reads"
+    family: Family = _build(Family, row)
+    return family
+
+
+def _build(kind: Any, row: Mapping[str, Any]) -> Any:
+    """An instance of a dataclass from the entries of a row that are its fields."""
+    return kind(**{field.name: row[field.name] for field in fields(kind) if field.name in row})
+
+
+def _names(table: Mapping[str, Any]) -> dict[str, HFName]:
+    rows = {module: name if isinstance(name, dict) else {"name": name} for module, name in table.items()}
+    return {
+        module: _build(HFName, {key: _as_tuple(value) for key, value in row.items()}) for module, row in rows.items()
+    }
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
 # A model is exported as the first family that can represent it.
-FAMILIES: dict[str, Family] = {
-    "gpt2": Family("GPT2LMHeadModel", read_gpt2, write_gpt2, GPT2, prefix="transformer.", ignored=MASK_BUFFERS),
-    "llama": Family("LlamaForCausalLM", read_llama, write_llama, LLAMA),
-    "qwen2": Family("Qwen2ForCausalLM", read_qwen2, write_qwen2, LLAMA),
-    "qwen3": Family("Qwen3ForCausalLM", read_qwen3, write_qwen3, LLAMA),
-    "smollm3": Family("SmolLM3ForCausalLM", read_smollm3, write_smollm3, LLAMA),
-    "mistral": Family("MistralForCausalLM", read_mistral, write_mistral, LLAMA),
-    "phi3": Family("Phi3ForCausalLM", read_phi3, write_phi3, PHI3_NAMES),
-    "mixtral": Family("MixtralForCausalLM", read_mixtral, write_mixtral, MIXTRAL_NAMES, (FUSED_NAMES,)),
-    "qwen2_moe": Family("Qwen2MoeForCausalLM", read_qwen2_moe, write_qwen2_moe, QWEN2_MOE_NAMES, (QWEN2_MOE_FUSED,)),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", read_qwen3_moe, write_qwen3_moe, QWEN3_MOE_NAMES, (FUSED_NAMES,)),
-    "deepseek_v3": Family(
-        "DeepseekV3ForCausalLM",
-        read_deepseek_v3,
-        write_deepseek_v3,
-        naming=DEEPSEEK_V3_NAMES,
-        other_namings=(DEEPSEEK_V3_FUSED,),
-        ignores_later_layers=True,
-    ),
-    "glm4_moe": Family(
-        "Glm4MoeForCausalLM",
-        read_glm4_moe,
-        write_glm4_moe,
-        naming=GLM4_MOE_NAMES,
-        other_namings=(GLM4_MOE_FUSED,),
-        ignores_later_layers=True,
-    ),
-    "olmo2": Family("Olmo2ForCausalLM", read_olmo2, write_olmo2, OLMO_NAMES),
-    "olmo3": Family("Olmo3ForCausalLM", read_olmo3, write_olmo3, OLMO_NAMES),
-    "gpt_oss": Family("GptOssForCausalLM", read_gpt_oss, write_gpt_oss, GPT_OSS_NAMES),
-    "gemma3_text": Family("Gemma3ForCausalLM", read_gemma3, write_gemma3, GEMMA3_NAMES),
-}
+FAMILIES: dict[str, Family] = load_families()
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
@@ -135,9 +128,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """
     family = _family(str(raw.get("model_type", "(none)")))
     try:
-        described = family.read(raw)
-        # The same bounds as for a configuration: a size may be text, negative or a fraction in a damaged file.
-        return without_absent(config_from_dict({"model": to_dict(described)}).model)
+        # With the bounds of a configuration: a size may be text, negative or a fraction in a damaged file.
+        return without_absent(config_from_dict({"model": nest(family.layout.read(raw))}).model)
     except ConfigError as error:
         why = str(error)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -207,7 +199,7 @@ def config_to_hf(model_config: ModelConfig, *, family: str, dtype: str = "float3
         "torch_dtype": dtype,
         "use_cache": True,
     }
-    return shared | FAMILIES[family].write(model_config)
+    return shared | FAMILIES[family].layout.write(model_config)
 
 
 def check_against(from_hf: ModelConfig, configured: ModelConfig, *, explicit: frozenset[str]) -> ModelConfig:
@@ -244,8 +236,10 @@ def check_against(from_hf: ModelConfig, configured: ModelConfig, *, explicit: fr
 
 
 def _lost_fields(model_config: ModelConfig, family: Family) -> list[str]:
+    if "moe.num_experts" in family.layout.entries.values() and not value_of(model_config, "moe.num_experts"):
+        return ["a model without experts"]
     try:
-        back = family.read(family.write(model_config))
+        back = with_values(ModelConfig(), family.layout.read(family.layout.write(model_config)))
     except HuggingFaceError as error:
         return [error.what]
     free = {key: value_of(back, key) for key in free_keys(model_config) if key != "init_method_std"}

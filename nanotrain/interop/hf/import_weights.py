@@ -1,22 +1,29 @@
 """Read weights from a Hugging Face folder; each rank reads only the boxes of its shards.
 
-check       the files contain exactly the tensors of the model, with their shapes
-fill        every wanted box from slices of the files, transposed, offset or per expert as the family names them
+import_weights   fill boxes of parameters from slices of the files, transposed, offset or per expert, after a check that
+                 the files contain exactly the tensors of the model, with their shapes
+import_hf        write a folder as a checkpoint of step 0, which `generate`, `diff`, `average` and `export-hf` read
 """
 
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from nanotrain.config.config import ModelConfig
+from nanotrain.checkpoint.manifest import Manifest
+from nanotrain.checkpoint.rewrite import write_checkpoint
+from nanotrain.checkpoint.write import ChunkWrite
+from nanotrain.config.config import CheckpointConfig, Config, DataConfig, ModelConfig
+from nanotrain.config.schema import to_dict
 from nanotrain.errors import HuggingFaceError
-from nanotrain.interop.hf.families import FAMILIES, Family, read_config
-from nanotrain.interop.hf.naming import map_parameters, mtp_copies
-from nanotrain.interop.hf.tensor_mapping import TensorMapping
+from nanotrain.interop.hf.families import FAMILIES, Family, model_from_hf, read_config
+from nanotrain.interop.hf.names import TensorMapping, expert_bias_shapes, map_parameters, mtp_copies
 from nanotrain.interop.hf.weights import WeightFiles, fp8_block_size
 from nanotrain.spec.boxes import Box, TensorBox
+from nanotrain.spec.parameters import declare_model
+from nanotrain.spec.shape import ModelShape
 
 # How many names an error lists.
 SHOWN = 5
@@ -53,6 +60,35 @@ class WeightReader:
         """Read one box of a parameter into a tensor of its shape."""
         assert wanted.name in self._mappings, f"{wanted.name} is not a parameter of this model and would stay unset"
         _fill(target, wanted, mapping=self._mappings[wanted.name], files=self._files)
+
+
+def import_hf(folder: Path, output: Path) -> str:
+    """Write the weights of a Hugging Face folder in fp32 as a checkpoint; returns a summary line.
+
+    Args:
+        folder: config.json and weights.
+        output: the step folder to write; must not exist.
+
+    Raises:
+        HuggingFaceError: an unsupported model, or damaged files.
+        CheckpointError: `output` exists.
+    """
+    model_config = model_from_hf(folder)
+    shapes = {f"model/{spec.name}": spec.shape for spec in declare_model(ModelShape.of(model_config))}
+    shapes |= {f"router/{name}": shape for name, shape in expert_bias_shapes(model_config).items()}
+    reader = WeightReader(folder, model_config)
+
+    def read(chunk: ChunkWrite) -> Tensor:
+        name, values = chunk.source.name, torch.empty(chunk.box.shape)
+        reader.fill(values, TensorBox(name.partition("/")[2], shapes[name], chunk.box))
+        return values
+
+    tokenizer = str(folder.resolve()) if (folder / "tokenizer.json").exists() else None
+    origin = CheckpointConfig(pretrained_checkpoint=str(folder.resolve()))  # whose other files an export copies
+    config = Config(model=model_config, data=DataConfig(tokenizer_model=tokenizer), checkpoint=origin)
+    manifest = Manifest(0, {}, {}, objects={}, config=to_dict(config), topology={})
+    write_checkpoint(output, {name: (shape, "fp32") for name, shape in shapes.items()}, read=read, manifest=manifest)
+    return f"{output}: {len(shapes)} tensors in fp32, from {folder}"
 
 
 def _fill(target: Tensor, wanted: TensorBox, *, mapping: TensorMapping, files: WeightFiles) -> None:

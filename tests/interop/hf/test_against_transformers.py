@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from nanotrain.interop.hf.export import export_weights
 from nanotrain.interop.hf.families import FAMILIES, family_of
-from nanotrain.interop.hf.naming import map_parameters
+from nanotrain.interop.hf.names import map_parameters
 from nanotrain.model.context import BatchContext
 from nanotrain.spec.boxes import Box
 from tests.interop.hf.reference import CONFIGS, biases_of, load, reference, tensors_of

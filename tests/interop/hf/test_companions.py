@@ -9,8 +9,8 @@ import tokenizers
 
 from nanotrain.inference import checkpoint as checkpoint_module
 from nanotrain.inference.checkpoint import export_checkpoint
-from nanotrain.inference.import_hf import import_hf
 from nanotrain.interop.hf.companions import SPECIAL_TOKENS, Companions, is_same_tokenizer
+from nanotrain.interop.hf.import_weights import import_hf
 from tests.interop.hf.test_round_trip import write_source
 
 

@@ -14,10 +14,10 @@ from nanotrain.config.config import ModelConfig, MTPConfig
 from nanotrain.config.load import load as load_config
 from nanotrain.errors import HuggingFaceError
 from nanotrain.inference.checkpoint import export_checkpoint, load_stage, open_model
-from nanotrain.inference.import_hf import import_hf
 from nanotrain.interop.hf.canonical import canonical
 from nanotrain.interop.hf.export import export_weights
 from nanotrain.interop.hf.families import check_against, config_from_hf, config_to_hf, family_of, model_from_hf
+from nanotrain.interop.hf.import_weights import import_hf
 from nanotrain.model.transformer import Stage
 from tests.interop.hf.reference import CONFIGS, LLAMA_SHAPE, biases_of, load, reference, tensors_of
 

@@ -16,7 +16,7 @@ from nanotrain.config.schema import with_values
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical
 from nanotrain.interop.hf.families import check_against, config_from_hf, config_to_hf, family_of, model_from_hf
-from nanotrain.interop.hf.gpt_oss import YARN as GPT_OSS_YARN
+from nanotrain.interop.hf.parts import GPT_OSS_YARN
 from tests.interop.hf.reference import CONFIG_CLASSES, CONFIGS, LLAMA3_ROPE, LLAMA_SHAPE, YARN
 from tests.model.building import FAMILIES as MODELS
 from tests.model.building import GPT2, LLAMA, LLAMA3, QWEN2, QWEN3

@@ -22,8 +22,7 @@ from nanotrain.interop.hf.canonical import canonical
 from nanotrain.interop.hf.export import export_weights
 from nanotrain.interop.hf.families import FAMILIES, config_from_hf, config_to_hf, family_of, model_from_hf
 from nanotrain.interop.hf.import_weights import import_weights
-from nanotrain.interop.hf.mixture import FUSED_NAMES, QWEN2_MOE_FUSED, read_qwen3_moe
-from nanotrain.interop.hf.naming import map_parameters
+from nanotrain.interop.hf.names import map_parameters
 from nanotrain.interop.hf.weights import WeightFiles
 from nanotrain.model.router_loss import balance_loss, count_tokens
 from nanotrain.spec.boxes import Box, TensorBox, flat_range_to_boxes
@@ -41,7 +40,7 @@ def read_whole(folder: Path, model: ModelConfig) -> dict[str, torch.Tensor]:
 
 def test_entries_that_qwen3_moe_omits_are_those_of_transformers() -> None:
     theirs = transformers.Qwen3MoeConfig()
-    assert read_qwen3_moe({}).moe.router_pre_softmax is not theirs.norm_topk_prob
+    assert config_from_hf({"model_type": "qwen3_moe"}).moe.router_pre_softmax is not theirs.norm_topk_prob
     sparse = transformers.Qwen3MoeConfig(
         num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3], hidden_size=16, intermediate_size=8,
         moe_intermediate_size=8, num_experts=2, num_experts_per_tok=1, num_attention_heads=2, num_key_value_heads=2,
@@ -49,7 +48,7 @@ def test_entries_that_qwen3_moe_omits_are_those_of_transformers() -> None:
     )  # fmt: skip
     layers = transformers.Qwen3MoeForCausalLM(sparse).model.layers
     has_experts = tuple(hasattr(layer.mlp, "experts") for layer in layers)
-    assert moe_layers(read_qwen3_moe(sparse.to_dict())) == has_experts == (False, True, False, False)
+    assert moe_layers(config_from_hf(sparse.to_dict())) == has_experts == (False, True, False, False)
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -58,7 +57,7 @@ def test_every_parameter_is_the_one_transformers_holds(name: str, tmp_path: Path
     theirs.save_pretrained(tmp_path)
     model = model_from_hf(tmp_path)
     held, found = dict(theirs.named_parameters()), read_whole(tmp_path, model)
-    mappings = map_parameters(model, QWEN2_MOE_FUSED if model.moe.shared_expert_gate else FUSED_NAMES)
+    mappings = map_parameters(model, FAMILIES[family_of(model)].other_namings[0])
     assert {tensor for mapping in mappings.values() for tensor in mapping.tensor_shapes} == held.keys()
     for key, mapping in mappings.items():
         (piece,) = mapping.slices(Box.full(mapping.shape))

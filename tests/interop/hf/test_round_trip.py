@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.data.build import DatasetSplits
 from nanotrain.inference.checkpoint import export_checkpoint
-from nanotrain.inference.import_hf import import_hf
 from nanotrain.interop.hf.families import FAMILIES, model_from_hf
+from nanotrain.interop.hf.import_weights import import_hf
 from nanotrain.runs.folder import RunFolder
 from nanotrain.train.build import build_run
 from nanotrain.train.plans.plan import plan_run

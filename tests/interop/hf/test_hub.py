@@ -1,4 +1,4 @@
-"""Upload to the hub: what is sent, and what is said without a network or a login."""
+"""The hub: a model card names the repository; what is sent, and what is said without a network or a login."""
 
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,9 @@ import pytest
 
 from nanotrain.cli.main import main
 from nanotrain.errors import EnvironmentFault
-from nanotrain.interop.hf import push
-from nanotrain.interop.hf.push import push_folder
+from nanotrain.interop.hf import hub as push
+from nanotrain.interop.hf.hub import CARD_FILE, model_card, name_card, push_folder
+from tests.model.building import LLAMA
 
 
 class Hub:
@@ -55,3 +56,16 @@ def test_a_wrong_name_is_an_error_before_anything_is_written(
     line = ["checkpoint", "export-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--push", "a/b/c"]
     assert main(line) == 2 and "write --push OWNER/NAME" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_a_card_names_the_repository_and_only_what_is_there(tmp_path: Path, has_tokenizer: bool) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    card = model_card(LLAMA, name="out", family="llama", dtype="fp32", has_tokenizer=has_tokenizer)
+    (folder / CARD_FILE).write_text(card)
+    name_card(folder, "me/model")
+    text = (folder / CARD_FILE).read_text()
+    assert text == model_card(LLAMA, name="me/model", family="llama", dtype="fp32", has_tokenizer=has_tokenizer)
+    assert text.count('from_pretrained("me/model")') == 1 + has_tokenizer and "\n# me/model\n" in text
+    assert ("Tokenizer" in text) == has_tokenizer and "out" not in text

@@ -1,0 +1,87 @@
+"""config.json as tables: the layout of a family.
+
+Layout, Part             config.json <-> values of the model section, by key ("moe.router_topk")
+reject, require_values   the error for an unsupported feature
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from nanotrain.config.config import ModelConfig
+from nanotrain.config.schema import flat_values
+from nanotrain.errors import HuggingFaceError
+from nanotrain.interop.hf.canonical import resolved
+
+Values = dict[str, Any]
+Raw = Mapping[str, Any]  # a parsed config.json
+# Two names of one entry: either may be missing.
+SYNONYMS = (("num_experts", "num_local_experts"), ("num_local_experts", "num_experts"), ("n_positions", "n_ctx"))
+# Entries that may be null; others are written as 0 for a model without the feature, which is not read as that model.
+NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
+
+
+def reject(key: str, value: Any, *, instead: str) -> NoReturn:
+    """Raise for an entry of config.json; `instead` is its supported value."""
+    why = f"only {instead} is supported; weights trained with another setting would compute something else"
+    fix = f"choose a checkpoint whose {key} is {instead}"
+    raise HuggingFaceError(f"config.json has {key}: {value!r}", why=why, fix=fix)
+
+
+def require_values(raw: Raw, required: Mapping[str, tuple[Any, ...]]) -> None:
+    """Check entries of which only some values are supported; a missing one has the first, and null is false.
+
+    Raises:
+        HuggingFaceError: an entry with another value.
+    """
+    for key, values in required.items():
+        present = raw.get(key, values[0])
+        if present not in values and (present or values[0]):
+            reject(key, present, instead=str(values[0]).lower())
+
+
+@dataclass(frozen=True)
+class Part:
+    """Entries that a table cannot express."""
+
+    read: Callable[[Raw], Values]  # config.json, with defaults -> values of the model section by key
+    write: Callable[[ModelConfig], Values]  # model -> entries
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The config.json of a family; what it cannot represent is detected by writing and reading back."""
+
+    entries: Mapping[str, str]  # entry -> the key of the model section with its value
+    defaults: Raw = field(default_factory=dict)  # of transformers for entries that config.json leaves out
+    required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # supported values; the first is written
+    fixed: Values = field(default_factory=dict)  # values of the model section that all models of the family have
+    written: Values = field(default_factory=dict)  # entries that describe no weights: written and not read
+    parts: tuple[Part, ...] = ()
+
+    def read(self, raw: Raw) -> Values:
+        """The values of the model section by key.
+
+        Raises:
+            HuggingFaceError: an unsupported feature.
+        """
+        raw = {**self.defaults, **{name: raw[other] for name, other in SYNONYMS if other in raw}, **raw}
+        require_values(raw, self.required)
+        values = {key: raw[entry] for entry, key in self.entries.items() if entry in raw}
+        if not values.get("moe.num_experts", True):
+            reject("num_experts", values["moe.num_experts"], instead="above 0")
+        values["untie_embeddings_and_output_weights"] = not raw.get("tie_word_embeddings", False)
+        for part in self.parts:
+            values |= part.read(raw)
+        return values | self.fixed
+
+    def write(self, model_config: ModelConfig) -> Values:
+        """The entries of a model."""
+        values = flat_values(resolved(model_config))
+        entries = {name: supported[0] for name, supported in self.required.items()} | self.written
+        for entry, key in self.entries.items():
+            entries[entry] = 0 if values.get(key) is None and entry not in NULLABLE else values.get(key)
+        entries["tie_word_embeddings"] = not model_config.untie_embeddings_and_output_weights
+        for part in self.parts:
+            entries |= part.write(model_config)
+        return entries

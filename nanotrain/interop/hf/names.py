@@ -1,0 +1,245 @@
+"""The tensor names of a Hugging Face family, and where a parameter is in its tensors.
+
+    HFName, Naming   the names of a family: a table in families.yaml
+    map_parameters   every declared parameter of a model -> TensorMapping: its tensors, and their slices for any box
+    mtp_copies       the copies of embedding and head that files have in their layers of multi-token prediction
+
+Shapes come from the declared parameters. Import and export both read these mappings and nothing else.
+
+Most parameters are one tensor. Some are a slice of one (GPT-2's query, key and value; gate and up of fused experts).
+Stacked experts are one tensor per expert where a family stores them apart. Some have their rows in another order
+(rotary channels of DeepSeek-V3).
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from nanotrain.config.config import ModelConfig
+from nanotrain.spec.boxes import Box
+from nanotrain.spec.parameters import declare_model
+from nanotrain.spec.shape import ModelShape
+
+EXPERT = "{expert}"
+
+
+@dataclass(frozen=True)
+class HFName:
+    """The name of a tensor, and what of it is the parameter."""
+
+    # without ".weight" and ".bias" unless `is_full`; with {expert} there is one tensor per expert
+    name: str
+    fused: tuple[str, ...] = ()  # the modules, itself among them, that the tensor concatenates along the outputs
+    transposed: bool = False  # a matrix is stored as [inputs, outputs]
+    interleaved: tuple[int, int] = (0, 1)  # of modules whose outputs alternate in the tensor: which, of how many
+    is_full: bool = False  # the name has no ".weight" appended
+    has_neighbour_pairs: bool = False  # rotary channels are stored so that neighbours are a pair; with MLA
+
+
+@dataclass(frozen=True)
+class Naming:
+    """The tensor names of a family."""
+
+    ends: Mapping[str, str]  # names of embedding, final norm and head
+    layer: str  # prefix of the tensors of a layer, with {layer}
+    layers: Mapping[
+        str, HFName
+    ]  # names relative to that prefix, by module name relative to a layer ("attention.query")
+    # of a layer of multi-token prediction, whose numbers follow those of the model: what it has beside a layer, and
+    # the ends of the model that it has a copy of, both relative to that prefix
+    mtp: Mapping[str, str] = field(default_factory=dict)
+    mtp_copies: Mapping[str, str] = field(default_factory=dict)
+
+
+def map_parameters(model_config: ModelConfig, naming: Naming) -> dict[str, "TensorMapping"]:
+    """The tensors of every parameter of a model that the family can hold, by the parameter's name.
+
+    The expert bias of a router, which is no parameter, is among them.
+    """
+    shape = ModelShape.of(model_config)
+    declared = declare_model(replace(shape, padded_vocab_size=shape.vocab_size))
+    sizes = {spec.name: spec.shape for spec in declared} | expert_bias_shapes(model_config)
+    return {name: _map(name, sizes, naming=naming, shape=shape) for name in sizes}
+
+
+def expert_bias_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the expert biases of routers, by their names behind "router/" in a checkpoint."""
+    shape, moe = ModelShape.of(model_config), model_config.moe
+    if moe is None or not moe.router_enable_expert_bias:
+        return {}
+    blocks = {layer: f"layers.{layer}" for layer in range(shape.num_layers)}
+    blocks |= {layer: f"mtp.{depth}.block" for depth, layer in enumerate(shape.mtp_layers)}
+    with_experts = [block for layer, block in blocks.items() if shape.has_experts(layer)]
+    return {f"{block}.mlp.router.expert_bias": (moe.num_experts,) for block in with_experts}
+
+
+def mtp_copies(model_config: ModelConfig, naming: Naming) -> dict[str, list[str]]:
+    """The copies in layers of multi-token prediction, by the name of the tensor that they are copies of."""
+    return {
+        f"{naming.ends[end]}.weight": [
+            f"{naming.layer.format(layer=layer)}.{name}.weight" for layer in ModelShape.of(model_config).mtp_layers
+        ]
+        for end, name in naming.mtp_copies.items()
+    }
+
+
+def _map(name: str, sizes: Mapping[str, tuple[int, ...]], *, naming: Naming, shape: ModelShape) -> "TensorMapping":
+    path, _, leaf = name.rpartition(".")
+    in_layer = re.fullmatch(r"(layers\.(\d+)\.|mtp\.(\d+)\.(?:block\.)?)(.+)", path)
+    names: Mapping[str, str | HFName] = naming.ends
+    prefix, module, parent = "", path, ""
+    if in_layer is not None:
+        prefix, layer, depth, module = in_layer.groups()
+        names = naming.mtp if depth and not prefix.endswith("block.") else naming.layers
+        number = int(layer) if layer else shape.mtp_layers[int(depth)]
+        parent = f"{naming.layer.format(layer=number)}."
+    known = names.get(f"{module}.{leaf}", names.get(module))
+    assert known is not None, f"{name} has no name in this family: the exported model would lack it"
+    hf = known if isinstance(known, HFName) else HFName(known)
+    own, offset, num_outputs = sizes[name], 0, None
+    if hf.fused:
+        dim = max(0, len(own) - 2)
+        outputs = [sizes[f"{prefix}{part}.{leaf}"][dim] for part in hf.fused]
+        offset, num_outputs = sum(outputs[: hf.fused.index(module)]), sum(outputs)
+    return TensorMapping(
+        parent + (hf.name if hf.is_full else f"{hf.name}.{leaf}"),
+        own,
+        transposed=hf.transposed and len(own) >= 2,
+        interleaved=hf.interleaved,
+        is_bias=leaf == "bias" and len(own) >= 2,
+        offset=offset,
+        num_outputs=num_outputs,
+        rows=_neighbour_rows(own[0], shape) if hf.has_neighbour_pairs else None,
+    )
+
+
+def _neighbour_rows(num_rows: int, shape: ModelShape) -> tuple[int, ...]:
+    """The stored row of every row, where the last R rows of each head store pair i as rows 2 i and 2 i + 1.
+
+    Of the rows that produce compressed keys and values, the last R are one head of rotary channels.
+    """
+    assert shape.mla is not None, "only MLA is stored this way"
+    rotary = shape.mla.rope_dim
+    head = shape.head_dim if num_rows == shape.num_heads * shape.head_dim else num_rows
+
+    def stored(row: int) -> int:
+        channel = row % head - (head - rotary)  # negative without position
+        if channel < 0:
+            return row
+        pair, half = channel % (rotary // 2), channel // (rotary // 2)
+        return row - channel + 2 * pair + half
+
+    return tuple(map(stored, range(num_rows)))
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """The part of a parameter in one tensor."""
+
+    tensor: str  # name of the tensor
+    stored: Box  # box of the part in the tensor
+    box: Box  # its box in the parameter
+    transposed: bool  # the tensor has the last two dims of the parameter swapped
+    interleaved: tuple[int, int] = (0, 1)  # as in `TensorMapping`, along the last stored dim
+
+    def as_parameter(self, stored: Tensor) -> Tensor:
+        """Stored values in the parameter's shape."""
+        stored = self.picked(stored)
+        return (stored.mT if self.transposed else stored).reshape(self.box.shape)
+
+    def as_stored(self, part: Tensor) -> Tensor:
+        """Values of the parameter in the shape of `picked`."""
+        if self.transposed:
+            return part.mT
+        return part.reshape(self.stored.shape) if self.interleaved == (0, 1) else part
+
+    def picked(self, stored: Tensor) -> Tensor:
+        """The elements of the tensor's box that belong to the parameter, as a view."""
+        first, step = self.interleaved
+        return stored[..., first::step]
+
+
+@dataclass(frozen=True)
+class TensorMapping:
+    """A parameter in Hugging Face tensors.
+
+    Outputs are the last dim but one, as in [outputs, inputs] and [experts, outputs, inputs], and the dim of a bias.
+    """
+
+    tensor: str  # full name of the tensor; with {expert}, each entry of the parameter's first dim is one tensor
+    shape: tuple[int, ...]  # of the parameter, without the padding of the vocabulary
+    transposed: bool = False  # the tensor is [inputs, outputs] where the parameter is [outputs, inputs]
+    offset: int = 0  # the first output of the parameter in the tensor
+    num_outputs: int | None = None  # outputs of the tensor; None for those of the parameter
+    interleaved: tuple[int, int] = (0, 1)  # of parameters whose outputs alternate: which, of how many
+    is_bias: bool = False  # outputs are the last dim
+    rows: tuple[int, ...] | None = None  # the row of the tensor for each row of the parameter; None for the same
+
+    @property
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and full shapes of the tensors.
+
+        >>> TensorMapping("experts.{expert}.w1.weight", (2, 3, 4)).tensor_shapes
+        {'experts.0.w1.weight': (3, 4), 'experts.1.w1.weight': (3, 4)}
+        """
+        if EXPERT in self.tensor:
+            return {self._of_expert(expert): self.shape[1:] for expert in range(self.shape[0])}
+        dim = self._output_dim
+        num_outputs = self.shape[dim] * self.interleaved[1] if self.num_outputs is None else self.num_outputs
+        shape = (*self.shape[:dim], num_outputs, *self.shape[dim + 1 :])
+        return {self.tensor: _swapped(shape) if self.transposed else shape}
+
+    def slices(self, box: Box) -> Iterator[TensorSlice]:
+        """A box of the parameter as slices of the tensors.
+
+        >>> mapping = TensorMapping("c_attn.weight", (4, 4), transposed=True, offset=4, num_outputs=12)
+        >>> [found.stored for found in mapping.slices(Box((1, 0), (3, 4)))]
+        [Box(start=(0, 5), stop=(4, 7))]
+        """
+        if EXPERT in self.tensor:
+            for expert in range(box.start[0], box.stop[0]):
+                entry = Box((expert, *box.start[1:]), (expert + 1, *box.stop[1:]))
+                yield TensorSlice(self._of_expert(expert), Box(box.start[1:], box.stop[1:]), entry, transposed=False)
+        elif self.rows is not None:
+            for start, stop in _runs(self.rows, start=box.start[0], stop=box.stop[0]):
+                part = Box((start, *box.start[1:]), (stop, *box.stop[1:]))
+                distance = self.rows[start] - start
+                stored = part.shifted([distance, *[0] * (len(self.shape) - 1)])
+                yield TensorSlice(self.tensor, stored, part, transposed=False)
+        else:
+            dim = self._output_dim
+            shifted = box.shifted([self.offset if other == dim else 0 for other in range(len(self.shape))])
+            factors = [self.interleaved[1] if other == dim else 1 for other in range(len(self.shape))]
+            ends = [
+                tuple(at * factor for at, factor in zip(ends, factors, strict=True))
+                for ends in (shifted.start, shifted.stop)
+            ]
+            stored = Box(*(map(_swapped, ends) if self.transposed else ends))
+            yield TensorSlice(self.tensor, stored, box, self.transposed, self.interleaved)
+
+    @property
+    def _output_dim(self) -> int:
+        return len(self.shape) - 1 if self.is_bias else max(0, len(self.shape) - 2)
+
+    def _of_expert(self, expert: int) -> str:
+        return self.tensor.replace(EXPERT, str(expert))
+
+
+def _swapped(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes with the last two swapped."""
+    return (*sizes[:-2], *reversed(sizes[-2:]))
+
+
+def _runs(rows: tuple[int, ...], *, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The ranges of [start, stop) whose rows follow one another.
+
+    >>> list(_runs((0, 1, 2, 4, 3), start=1, stop=5))
+    [(1, 3), (3, 4), (4, 5)]
+    """
+    first = start
+    for row in range(start + 1, stop + 1):
+        if row == stop or rows[row] != rows[row - 1] + 1:
+            yield first, row
+            first = row

@@ -1,0 +1,354 @@
+"""Entries of config.json that the tables of families.yaml cannot express, as functions that read and write them.
+
+    read_rope, write_rope   rotary positions
+    PARTS                   all parts by the names that families.yaml has for them
+
+Rotary positions are read in both existing formats (`rope_theta` + `rope_scaling` before transformers 5,
+`rope_parameters` since) and written in the older one, which every version reads.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+from nanotrain.config.config import Activation, ModelConfig, MoEConfig, PositionEmbedding
+from nanotrain.config.derive import moe_layers, no_rope_layers, rotary_mscale, window_layers
+from nanotrain.config.pattern import write_pattern
+from nanotrain.config.schema import value_of
+from nanotrain.interop.hf.canonical import resolved
+from nanotrain.interop.hf.layout import Part, Raw, Values, reject
+from nanotrain.quantities import count_of
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+# Rotary positions of a gpt-oss whose config.json has none.
+GPT_OSS_YARN: Values = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+# Kinds of scaled rotary positions: entry -> key of the model section.
+ROPE_KINDS: dict[str, dict[str, str]] = {
+    "default": {},
+    "linear": {"factor": "rotary_seq_len_interpolation_factor"},
+    "llama3": {
+        "factor": "rope_scaling_factor",
+        "low_freq_factor": "rope_low_freq_factor",
+        "high_freq_factor": "rope_high_freq_factor",
+        "original_max_position_embeddings": "rope_original_max_positions",
+    },
+    "yarn": {
+        "factor": "rotary_scaling_factor",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "original_max_position_embeddings": "original_max_position_embeddings",
+    },
+}
+
+
+def read_rope(raw: Raw, *, has_partial: bool = False) -> Values:
+    """The values of the model section about rotary positions.
+
+    Args:
+        raw: the parsed config.json.
+        has_partial: whether the family reads `partial_rotary_factor`, the rotated share of the channels.
+
+    Raises:
+        HuggingFaceError: an unsupported kind of scaling, or entries that are no numbers.
+    """
+    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    partial_factor = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not has_partial and partial_factor not in (1.0, None):
+        reject("partial_rotary_factor", partial_factor, instead="1.0")
+    if kind not in ROPE_KINDS:
+        reject("rope_type", kind, instead=f"one of {', '.join(ROPE_KINDS)}")
+    base: Any = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
+    values: Values = {"rotary_base": float(base)}
+    values |= {"rotary_percent": 1.0 if partial_factor is None else float(partial_factor)}
+    original = raw.get("max_position_embeddings", 2048)
+    defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": original}
+    for entry, key in ROPE_KINDS[kind].items():
+        value = rope.get(entry) or defaults.get(entry)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            reject(f"{entry} of its {kind} rotary scaling", value, instead="a number")
+        values[key] = value
+    if kind == "llama3":
+        values["use_rope_scaling"] = True
+    return _read_yarn(rope, values) if kind == "yarn" else values
+
+
+def _read_yarn(rope: Raw, values: Values) -> Values:
+    values["position_embedding_type"] = PositionEmbedding.yarn
+    values["yarn_correction_range_round_to_int"] = bool(rope.get("truncate", True))
+    if rope.get("mscale") and rope.get("mscale_all_dim"):  # transformers ignores one without the other
+        values |= {"mscale": float(rope["mscale"]), "mscale_all_dim": float(rope["mscale_all_dim"])}
+    expected, length = rotary_mscale(ModelConfig(**values)), rope.get("attention_factor")
+    if length is not None and not math.isclose(length, expected, rel_tol=1e-6):
+        reject("attention_factor of its yarn rotary scaling", length, instead=f"null or {expected:.6g}")
+    return values
+
+
+def write_rope(model_config: ModelConfig) -> Values:
+    """Entries about rotary positions."""
+    is_yarn = model_config.position_embedding_type is PositionEmbedding.yarn
+    is_linear = model_config.rotary_seq_len_interpolation_factor != 1
+    kind = "yarn" if is_yarn else "llama3" if model_config.use_rope_scaling else "linear" if is_linear else ""
+    scaling: Values = {entry: value_of(model_config, key) for entry, key in ROPE_KINDS.get(kind, {}).items()}
+    scaling |= {"rope_type": kind}
+    if is_yarn:
+        scaling["type"] = "yarn"
+        if not model_config.yarn_correction_range_round_to_int:
+            scaling["truncate"] = False
+        if model_config.mscale_all_dim > 0:
+            scaling |= {"mscale": model_config.mscale, "mscale_all_dim": model_config.mscale_all_dim}
+    share = {} if model_config.rotary_percent == 1 else {"partial_rotary_factor": model_config.rotary_percent}
+    return {"rope_scaling": scaling if kind else None, "rope_theta": model_config.rotary_base} | share
+
+
+def read_layered_rope(raw: Raw) -> Values:
+    """`read_rope` of a model whose layers with a window have unscaled positions and may have another base."""
+    stored = raw.get("rope_parameters") or {}
+    is_layered = bool({"full_attention", "sliding_attention"} & stored.keys())
+    full, local = (
+        (stored.get(f"{kind}_attention") or {} for kind in ("full", "sliding")) if is_layered else (stored, {})
+    )
+    if local.get("rope_type", "default") != "default":
+        reject("rope_type of sliding_attention", local["rope_type"], instead="default")
+    values = read_rope({**raw, "rope_parameters": full})
+    local_base: Any = local.get("rope_theta", raw.get("rope_local_base_freq", values["rotary_base"]))
+    values["rotary_base_local"] = float(local_base)
+    return values
+
+
+def write_layered_rope(model_config: ModelConfig) -> Values:
+    """Entries about rotary positions of such a model, in both formats."""
+    entries, base = write_rope(model_config), model_config.rotary_base
+    local = base if model_config.rotary_base_local is None else model_config.rotary_base_local
+    full = {**(entries["rope_scaling"] or {"rope_type": "default"}), "rope_theta": base}
+    layered = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+    return entries | {"rope_local_base_freq": local, "rope_parameters": layered}
+
+
+def _read_window(raw: Raw) -> Values:
+    """transformers counts the query itself; where all positions fit there is no window."""
+    window, positions = raw.get("sliding_window"), raw["max_position_embeddings"]
+    return {"window_size": None if window is None or window >= positions else window - 1}
+
+
+def _write_window(model_config: ModelConfig) -> Values:
+    return {"sliding_window": None if model_config.window_size is None else model_config.window_size + 1}
+
+
+def _read_layer_windows(raw: Raw) -> Values:
+    num_layers, skip = raw["num_hidden_layers"], raw["sliding_window_pattern"]
+    kinds = raw.get("layer_types") or [SLIDING if (layer + 1) % skip else FULL for layer in range(num_layers)]
+    for kind in kinds:
+        if kind not in (SLIDING, FULL):
+            reject("layer_types", kind, instead=f"{SLIDING} or {FULL}")
+    layers, size = tuple(kind == SLIDING for kind in kinds), raw["sliding_window"]
+    if size is None or not any(layers):
+        return {}
+    if len(layers) != num_layers:
+        reject("layer_types", f"of {count_of(len(layers), 'layer')}", instead=f"of {num_layers}")
+    return {"window_size": size - 1, "window_attn_skip_freq": "0" if all(layers) else write_pattern(layers)}
+
+
+def _write_layer_windows(model_config: ModelConfig) -> Values:
+    window = model_config.window_size
+    return {
+        "layer_types": [SLIDING if has_window else FULL for has_window in window_layers(model_config)],
+        "sliding_window": 4096 if window is None else window + 1,  # no layer reads it without a window
+    }
+
+
+def _read_gpt_oss_rope(raw: Raw) -> Values:
+    has_rope = raw.get("rope_parameters") or raw.get("rope_scaling")
+    return read_rope(raw if has_rope else {**raw, "rope_parameters": GPT_OSS_YARN})
+
+
+def _write_gpt_oss_rope(model_config: ModelConfig) -> Values:
+    entries = write_rope(model_config)
+    if entries["rope_scaling"] is None:  # else transformers takes its own
+        entries["rope_parameters"] = {"rope_type": "default", "rope_theta": model_config.rotary_base}
+    return entries
+
+
+def _read_phi3_rope(raw: Raw) -> Values:
+    kind = (raw.get("rope_parameters") or raw.get("rope_scaling") or {}).get("rope_type", "default")
+    if kind != "default":  # transformers takes every other kind for longrope
+        reject("rope_type", kind, instead="default")
+    return read_rope(raw, has_partial=True)
+
+
+def _read_no_rope(raw: Raw) -> Values:
+    """SmolLM3's no_rope_layers has a 0 for a layer without rotary positions."""
+    if raw.get("use_sliding_window") and raw.get("sliding_window") is not None:
+        reject("use_sliding_window", True, instead="false")
+    layers, interval = raw.get("no_rope_layers"), int(raw.get("no_rope_layer_interval", 4))
+    if layers is None:
+        layers = [int((layer + 1) % interval != 0) for layer in range(raw["num_hidden_layers"])]
+    without = tuple(not has_rope for has_rope in layers[: raw["num_hidden_layers"]])
+    return {"no_rope_freq": write_pattern(without) if any(without) else "0"}
+
+
+def _write_no_rope(model_config: ModelConfig) -> Values:
+    layers = [int(not without) for without in no_rope_layers(model_config)]
+    return {"no_rope_layers": layers, "layer_types": [FULL] * len(layers), "use_sliding_window": False}
+
+
+def _read_full_attention(raw: Raw) -> Values:
+    """Refuse a Qwen with sliding-window attention."""
+    if kinds := set(raw.get("layer_types") or ()) - {FULL}:
+        reject("layer_types", sorted(kinds)[0], instead=FULL)
+    # Without layer_types the window applies from layer max_window_layers on.
+    has_window = raw.get("use_sliding_window") and not raw.get("layer_types")
+    if has_window and raw.get("max_window_layers", 28) < raw["num_hidden_layers"]:
+        reject("use_sliding_window", True, instead="false")
+    return {}
+
+
+def _read_biases(raw: Raw) -> Values:
+    attention, mlp = raw.get("attention_bias", False), raw.get("mlp_bias", False)
+    if attention != mlp:
+        reject("attention_bias", attention, instead=f"that of mlp_bias, {str(mlp).lower()}")
+    return {"add_bias_linear": bool(attention)}
+
+
+def _write_biases(model_config: ModelConfig) -> Values:
+    return {"attention_bias": model_config.add_bias_linear, "mlp_bias": model_config.add_bias_linear}
+
+
+def _write_router(model_config: ModelConfig) -> Values:
+    # transformers multiplies by the top k and takes the mean over layers, where the layers are summed here
+    moe, num_layers = model_config.moe or MoEConfig(), sum(moe_layers(model_config))
+    coefficient = sum(moe.aux_loss_coeff) * num_layers / moe.router_topk
+    return {"output_router_logits": False, "router_aux_loss_coef": coefficient}
+
+
+def expert_layers(layers: tuple[bool, ...]) -> Values:
+    """The pattern of the layers with experts; where all have them, no layer has an MLP of `intermediate_size`."""
+    return {"moe.layer_freq": write_pattern(layers)} | ({"ffn_hidden_size": None} if all(layers) else {})
+
+
+def _read_layers(raw: Raw) -> Values:
+    dense, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step", 1)
+    layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(raw["num_hidden_layers"]))
+    if not any(layers):
+        reject("num_experts", raw["num_experts"], instead="above 0, with experts in some layer,")
+    return {"moe.router_pre_softmax": not raw.get("norm_topk_prob", False)} | expert_layers(layers)
+
+
+def _write_layers(model_config: ModelConfig) -> Values:
+    return {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, has_experts in enumerate(moe_layers(model_config)) if not has_experts],
+        "norm_topk_prob": not (model_config.moe or MoEConfig()).router_pre_softmax,
+    }
+
+
+def _read_experts(raw: Raw) -> Values:
+    num_layers, topk = raw["num_hidden_layers"], raw["num_experts_per_tok"]
+    num_groups, group_topk = raw["n_group"] or 1, raw["topk_group"] or 1
+    if num_groups > 1 and topk // group_topk != 2:  # transformers ranks a group by its two best experts
+        reject("num_experts_per_tok", topk, instead=f"{2 * group_topk}, two per group that a token may use,")
+    layers = tuple(layer >= (raw["first_k_dense_replace"] or 0) for layer in range(num_layers))
+    if not any(layers):
+        reject("first_k_dense_replace", raw["first_k_dense_replace"], instead=f"below {num_layers}")
+    values = expert_layers(layers)
+    if num_groups > 1:
+        values |= {"moe.router_num_groups": num_groups, "moe.router_group_topk": group_topk}
+    if num_shared := raw["n_shared_experts"]:
+        values["moe.shared_expert_intermediate_size"] = num_shared * raw["moe_intermediate_size"]
+    if num_mtp_layers := raw.get("num_nextn_predict_layers"):
+        values["mtp.num_layers"] = num_mtp_layers
+    return values
+
+
+def _write_experts(model_config: ModelConfig) -> Values:
+    moe, layers = resolved(model_config).moe or MoEConfig(), moe_layers(model_config)
+    return {
+        "first_k_dense_replace": layers.index(True) if any(layers) else len(layers),
+        "n_group": moe.router_num_groups or 1,
+        "n_shared_experts": (moe.shared_expert_intermediate_size or 0) // (moe.ffn_hidden_size or 1),
+        "num_nextn_predict_layers": model_config.mtp.num_layers or 0,
+        "topk_group": moe.router_group_topk or 1,
+    }
+
+
+def _read_mla(raw: Raw) -> Values:
+    heads, groups = raw["num_attention_heads"], raw.get("num_key_value_heads")
+    if groups not in (None, heads):
+        reject("num_key_value_heads", groups, instead=f"{heads}, equal to num_attention_heads,")
+    return {"multi_latent_attention": True}
+
+
+def _read_scale(raw: Raw) -> Values:
+    scalar = raw["query_pre_attn_scalar"]
+    return {"softmax_scale": None if scalar == raw["head_dim"] else scalar**-0.5}
+
+
+def _write_scale(model_config: ModelConfig) -> Values:
+    scale = model_config.softmax_scale
+    return {"query_pre_attn_scalar": resolved(model_config).kv_channels if scale is None else round(scale**-2)}
+
+
+# Names of the activations in config.json.
+ACTIVATIONS = {
+    "gelu": Activation.gelu,
+    "gelu_new": Activation.gelu_tanh,
+    "gelu_pytorch_tanh": Activation.gelu_tanh,
+    "gelu_fast": Activation.gelu_tanh,
+}
+
+
+def _read_activation(raw: Raw) -> Values:
+    name = raw["activation_function"]
+    if name not in ACTIVATIONS:
+        reject("activation_function", name, instead=f"one of {', '.join(ACTIVATIONS)}")
+    return {"activation": ACTIVATIONS[name]}
+
+
+def _write_activation(model_config: ModelConfig) -> Values:
+    return {"activation_function": "gelu" if model_config.activation is Activation.gelu else "gelu_new"}
+
+
+def _read_heads(raw: Raw) -> Values:
+    heads = raw["num_attention_heads"]
+    return {
+        "kv_channels": raw.get("head_dim") or raw["hidden_size"] // heads,
+        "num_query_groups": raw.get("num_key_value_heads") or heads,
+    }
+
+
+def _read_nothing(raw: Raw) -> Values:
+    return {}
+
+
+def _write_nothing(model_config: ModelConfig) -> Values:
+    return {}
+
+
+PARTS: dict[str, Part] = {
+    "rope": Part(read_rope, write_rope),
+    "partial_rope": Part(partial(read_rope, has_partial=True), write_rope),
+    "layered_rope": Part(read_layered_rope, write_layered_rope),
+    "gpt_oss_rope": Part(_read_gpt_oss_rope, _write_gpt_oss_rope),
+    "phi3_rope": Part(_read_phi3_rope, write_rope),
+    "no_rope_layers": Part(_read_no_rope, _write_no_rope),
+    "window": Part(_read_window, _write_window),
+    "layer_windows": Part(_read_layer_windows, _write_layer_windows),
+    "full_attention": Part(_read_full_attention, _write_nothing),
+    "heads": Part(_read_heads, _write_nothing),
+    "mla": Part(_read_mla, lambda model_config: {"num_key_value_heads": model_config.num_attention_heads}),
+    "softmax_scale": Part(_read_scale, _write_scale),
+    "llama_biases": Part(_read_biases, _write_biases),
+    "gpt2_activation": Part(_read_activation, _write_activation),
+    "router_losses": Part(_read_nothing, _write_router),
+    "qwen_experts": Part(_read_layers, _write_layers),
+    "deepseek_experts": Part(_read_experts, _write_experts),
+}
