@@ -35,8 +35,8 @@ from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics.step_report import StepReport
 from nanotrain.train.open_run import choose_hooks
 from nanotrain.train.plans.plan import Plan, plan_run
-from nanotrain.train.run import Run
-from nanotrain.train.start.inputs import RunInputs, open_inputs
+from nanotrain.train.run import Run, RunInputs
+from nanotrain.train.start.inputs import open_inputs
 from nanotrain.train.trainer import Trainer
 
 

@@ -63,7 +63,7 @@ def nanotrain_step(job: Job, *flags: str) -> Callable[[], float]:
     def step() -> float:
         batch = run.batch_iterator.next()
         assert batch is not None, "mock data does not end"
-        return train_step(run, batch).read().loss
+        return train_step(run, batch).loss
 
     return step
 

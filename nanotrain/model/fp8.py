@@ -8,13 +8,12 @@ So a scale is that of the whole tensor, the same that a single rank would comput
 
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.config.config import AmaxAlgo, PrecisionConfig
-from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer, Fp8Options
+from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Options
 from nanotrain.precision.fp8 import FP8_FORMATS, GROUPED_CAPABILITY, RECIPES
 
 
@@ -87,27 +86,3 @@ def layers_in_bf16(precision: PrecisionConfig, num_layers: int) -> frozenset[int
         return frozenset()
     start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
     return frozenset(range(num_layers)) - frozenset(range(start, num_layers - end))
-
-
-def fp8_layers(stage: nn.Module) -> dict[str, Fp8Layer]:
-    """The layers of a stage that keep an amax history, by name ("layers.3.mlp.up.fp8"), in order."""
-    modules = stage.named_modules()
-    return {name: layer for name, layer in modules if isinstance(layer, Fp8Layer) and layer.history is not None}
-
-
-def update_amax_histories(stage: nn.Module, groups: tuple[Group, ...]) -> None:
-    """Append the amaxes of a step to the histories of a stage; one collective per group.
-
-    Args:
-        stage: the same on every rank of the groups.
-        groups: reduced over one after the other; together they span all ranks of the stage: tp and dp_cp.
-    """
-    layers = list(fp8_layers(stage).values())
-    if not layers:
-        return
-    parts = [layer.step_amax for layer in layers if layer.step_amax is not None]
-    total = torch.cat([part.flatten() for part in parts])
-    for group in groups:
-        all_reduce(total, group, op="max")
-    for layer, amax in zip(layers, total.split([part.numel() for part in parts]), strict=True):
-        layer.update(amax.view(3, -1))

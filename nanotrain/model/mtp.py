@@ -93,19 +93,3 @@ class MTPLayer(nn.Module):
         loss = sum_losses(hidden, batch)
         self.loss_sum += loss.detach()
         return hidden, loss
-
-
-def take_loss_sums(layers: list[MTPLayer], *, num_layers: int, device: torch.device) -> Tensor:
-    """The summed losses of every layer since the last call, [layers of the model] fp64.
-
-    Args:
-        layers: of this rank; none where it is not on the last stage.
-        num_layers: of the model.
-        device: of the result.
-    """
-    if not layers:
-        return torch.zeros(num_layers, dtype=torch.float64, device=device)
-    sums = torch.stack([layer.loss_sum for layer in layers])
-    for layer in layers:
-        layer.loss_sum.zero_()
-    return sums

@@ -1,26 +1,17 @@
-"""Statistics of routers: counted on the device during forward passes, collected once per step.
+"""Statistics of routers: counted on the device during forward passes, summed once per step.
 
-    RouterStats          one router's sums since the last collection, as named buffers
-    collect_router_sums  the sums of all routers over all ranks, one collective per group; resets them
-    update_expert_bias   moves every expert bias against the imbalance
-    RouterMetrics        the metrics that follow from the sums, on the host
-
-A forward pass that is recomputed in the backward counts once (`Router`). All but the metrics stays on the device.
+`RouterStats` holds one router's sums since the last step, as named buffers. A forward pass that is recomputed in the
+backward counts once (`Router`). What is done with the sums is in `train/parts/router_balance.py`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
-from nanotrain.comm.collectives import all_reduce
-from nanotrain.comm.group import Group
-
-NUM_SCALARS = 5
 _COPIES = 64
-_SCALARS = ("num_tokens", "num_dropped", "entropy", "aux_loss", "z_loss")
+SCALARS = ("num_tokens", "num_dropped", "entropy", "aux_loss", "z_loss")
 
 
 class StatefulModule(nn.Module):
@@ -61,7 +52,7 @@ class RouterStats(StatefulModule):
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         self.register_buffer("tokens_per_expert", torch.zeros(num_experts, dtype=torch.float64), persistent=False)
-        for name in _SCALARS:
+        for name in SCALARS:
             self.register_buffer(name, torch.zeros((), dtype=torch.float64), persistent=False)
         self.register_buffer("microbatch_tokens", torch.zeros(num_experts), persistent=False)
 
@@ -93,47 +84,13 @@ class RouterStats(StatefulModule):
         return (self.microbatch_tokens * (tokens_per_expert.sum() / self.microbatch_tokens.sum()))[None]
 
     def sums(self) -> Tensor:
-        """All sums in one tensor, [E + 5] fp64; input of `RouterMetrics.of`."""
-        return torch.cat([self.tokens_per_expert, torch.stack([self.get_buffer(name) for name in _SCALARS])])
+        """All sums in one tensor, [E + 5] fp64; the counts per expert and `SCALARS`."""
+        return torch.cat([self.tokens_per_expert, torch.stack([self.get_buffer(name) for name in SCALARS])])
 
     def reset(self) -> None:
         """Set all sums to zero."""
         for buffer in self.buffers():
             buffer.zero_()
-
-
-@dataclass(frozen=True)
-class RouterMetrics:
-    """Metrics of one router in a step, over all ranks."""
-
-    tokens_per_expert: tuple[float, ...]  # dropped pairs among them
-    dropped_fraction: float  # of all (token, expert) pairs
-    entropy: float  # mean over tokens, in nats; log(E) where all experts have equal probability
-    aux_loss: float  # mean of the first load-balancing loss, without its coefficient; 1 is perfect balance
-    z_loss: float  # mean over tokens, without its coefficient
-
-    @classmethod
-    def of(cls, sums: Sequence[float]) -> Self:
-        """The metrics of one router from its [E + 5] sums."""
-        tokens_per_expert = tuple(sums[: -len(_SCALARS)])
-        scalars = dict(zip(_SCALARS, sums[-len(_SCALARS) :], strict=True))
-        num_tokens = max(1.0, scalars["num_tokens"])
-        return cls(
-            tokens_per_expert=tokens_per_expert,
-            dropped_fraction=scalars["num_dropped"] / max(1.0, sum(tokens_per_expert)),
-            entropy=scalars["entropy"] / num_tokens,
-            aux_loss=scalars["aux_loss"] / num_tokens,
-            z_loss=scalars["z_loss"] / num_tokens,
-        )
-
-    @property
-    def max_over_mean(self) -> float:
-        """Tokens of the busiest expert relative to an even share.
-
-        >>> RouterMetrics((1.0, 3.0), 0.0, entropy=0.0, aux_loss=0.0, z_loss=0.0).max_over_mean
-        1.5
-        """
-        return max(self.tokens_per_expert) * len(self.tokens_per_expert) / max(1.0, sum(self.tokens_per_expert))
 
 
 class HasRouterState(Protocol):
@@ -153,43 +110,6 @@ def expert_biases(stage: nn.Module) -> dict[str, Tensor]:
     """The expert biases of a stage by their names in a checkpoint."""
     routers = routers_of(stage).items()
     return {f"router/{name}.expert_bias": r.expert_bias for name, r in routers if r.expert_bias is not None}
-
-
-def collect_router_sums(routers: Mapping[str, HasRouterState], groups: Sequence[Group]) -> dict[str, Tensor]:
-    """Sum the statistics of routers over all ranks, and reset them.
-
-    Args:
-        routers: from `routers_of`; the same on every rank of the groups.
-        groups: reduced over one after the other; together they span all ranks that route tokens: tp and dp_cp.
-
-    Returns:
-        [E + 5] fp64 of each router by name (`RouterMetrics.of`), the same on every rank.
-    """
-    if not routers:
-        return {}
-    sums = [router.stats.sums() for router in routers.values()]
-    total = torch.cat(sums)
-    for group in groups:
-        all_reduce(total, group)
-    for router in routers.values():
-        router.stats.reset()
-    return dict(zip(routers, total.split([len(part) for part in sums]), strict=True))
-
-
-def update_expert_bias(routers: Mapping[str, HasRouterState], sums: Mapping[str, Tensor], *, rate: float) -> None:
-    """Lower the bias of experts with more than the mean number of tokens, and raise that of the others.
-
-    Every bias moves by `rate`, for any distance (DeepSeek-V3, section 2.1.2: balance without auxiliary loss).
-
-    Args:
-        routers: from `routers_of`.
-        sums: of these routers in this step, from `collect_router_sums`.
-        rate: step size.
-    """
-    for name, router in routers.items():
-        if router.expert_bias is not None:
-            tokens = sums[name][: -len(_SCALARS)]
-            router.expert_bias += ((tokens.mean() - tokens).sign() * rate).to(router.expert_bias.dtype)
 
 
 def count_ids(ids: Tensor, size: int) -> Tensor:

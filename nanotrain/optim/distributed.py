@@ -47,6 +47,7 @@ class Update:
     grad_norm: Tensor  # fp64 scalar, global 2-norm before clipping; not finite if the step was skipped
     skipped: Tensor  # bool scalar, whether no parameter changed
     sums: Tensor  # [n] fp64, the sums over all ranks of what was passed
+    loss_scale: float | Tensor  # factor of the gradients in this step
 
 
 class DistributedOptimizer:
@@ -134,7 +135,7 @@ class DistributedOptimizer:
             ),
             factor,
         )
-        return Update(norm, ~is_finite, total[1:])
+        return Update(norm, ~is_finite, total[1:], scale)
 
     def num_zero_grads(self) -> Tensor:
         """Zeros in the last step's gradients, this rank's part of the count: fp64 scalar, each element on one rank."""

@@ -43,8 +43,8 @@ from nanotrain.spec.boxes import TensorBox
 from nanotrain.topology.topology import Topology
 from nanotrain.train.build import build_run
 from nanotrain.train.plans.plan import plan_run
-from nanotrain.train.run import Run
-from nanotrain.train.start.inputs import RunInputs, with_checkpoint_model, with_pretrained_model
+from nanotrain.train.run import Run, RunInputs
+from nanotrain.train.start.inputs import with_checkpoint_model, with_pretrained_model
 from nanotrain.train.step import train_step
 
 NOISE_FLOOR = 0.01
@@ -182,7 +182,7 @@ def _record_step(run: Run, record: Record, *, samples: RandomDataset) -> None:
     samples.reads.clear()
     batch = run.batch_iterator.next()
     assert batch is not None, "no rank stops early here"
-    result = train_step(run, batch).read()
+    result = train_step(run, batch)
     if not record.losses:
         record.grads = {box: grad.clone() for box, grad in run.optimizer.grad_tensors().items()}
     record.losses.append(result.loss)

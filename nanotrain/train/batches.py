@@ -6,7 +6,7 @@ a step or none does, and an error on one rank is raised on all of them.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,7 +27,7 @@ class GlobalBatch:
     num_target_tokens: int  # unmasked target tokens of the global batch, over all ranks
     wait_s: float  # seconds that this rank waited for data
     wants_save: bool = False  # whether a rank requested a save before this batch
-    num_mtp_tokens: tuple[int, ...] = ()  # target tokens of each layer of multi-token prediction, over all ranks
+    counts: tuple[float, ...] = ()  # numbers that `BatchOptions.counts` returns, over all ranks
     busy_s: tuple[float, ...] = ()  # by rank: seconds of the previous step in which it did not wait for other ranks
 
 
@@ -37,6 +37,7 @@ class _Vote:
 
     microbatches: list[Batch]
     sums: Work[list[float]]
+    num_counts: int
     failure: NanotrainError | None  # of this rank
     wait_s: float
 
@@ -48,7 +49,8 @@ class BatchOptions:
     readers_per_sample: int = 1  # ranks that read the same sample (tp x pp x cp), so that it is counted once
     split: Callable[[Batch], Batch] = lambda batch: batch  # the sequence shard of this rank under context parallelism
     is_ahead: bool = False  # whether to vote one step ahead
-    num_mtp_layers: int = 0  # layers of multi-token prediction, whose labels are added to the batches
+    prepare: Callable[[Batch], Batch] = lambda batch: batch  # changes a microbatch on the host as it is read
+    counts: Callable[[Sequence[Batch]], list[float]] = lambda batches: []  # further numbers to sum over samples
 
 
 class BatchIterator:
@@ -102,7 +104,7 @@ class BatchIterator:
         start = partial(self._start, [float(wants_stop), float(wants_save)], failure=failure, busy_s=busy_s)
         vote = self._started or start()
         all_tokens, failures, stops, saves, *others = vote.sums.wait()
-        mtp_tokens, all_busy = others[: self._options.num_mtp_layers], others[self._options.num_mtp_layers :]
+        counts, all_busy = others[: vote.num_counts], others[vote.num_counts :]
         if failures:
             raise_on_all(vote.failure, self._control)
         if stops:
@@ -115,7 +117,7 @@ class BatchIterator:
             round(all_tokens),
             vote.wait_s,
             wants_save=saves > 0,
-            num_mtp_tokens=tuple(map(round, mtp_tokens)),
+            counts=tuple(counts),
             busy_s=tuple(all_busy),
         )
 
@@ -128,23 +130,19 @@ class BatchIterator:
     def _start(self, flags: list[float], *, failure: NanotrainError | None, busy_s: float | None) -> _Vote:
         """Read a batch and start the vote on it."""
         microbatches: list[Batch] = []
-        num_mtp_layers, readers = self._options.num_mtp_layers, self._options.readers_per_sample
-        start = time.perf_counter()
+        options, start = self._options, time.perf_counter()
         try:
-            microbatches = [batch.with_mtp(num_mtp_layers) for batch in next(self._batches)]
+            microbatches = [options.prepare(batch) for batch in next(self._batches)]
         except NanotrainError as error:
             failure = failure or error
         wait_s = time.perf_counter() - start
-        tokens = sum(float(batch.num_target_tokens) for batch in microbatches) / readers
-        mtp_tokens = [
-            sum(float(batch.mtp[depth].num_target_tokens) for batch in microbatches) / readers
-            for depth in range(num_mtp_layers)
-        ]
+        num_tokens = sum(float(batch.num_target_tokens) for batch in microbatches)
+        tokens, *counts = (count / options.readers_per_sample for count in (num_tokens, *options.counts(microbatches)))
         all_busy = [0.0] * self._group.size if busy_s is not None else []
         if busy_s is not None:
             all_busy[self._group.index] = busy_s
-        counts = [tokens, float(failure is not None), *flags, *mtp_tokens, *all_busy]
-        return _Vote(microbatches, start_all_reduce_scalars(counts, self._group), failure, wait_s)
+        numbers = [tokens, float(failure is not None), *flags, *counts, *all_busy]
+        return _Vote(microbatches, start_all_reduce_scalars(numbers, self._group), len(counts), failure, wait_s)
 
 
 def raise_on_all(failure: NanotrainError | None, group: Group) -> None:

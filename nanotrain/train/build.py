@@ -6,6 +6,7 @@ Initial weights come from the seed; those of a checkpoint or a Hugging Face fold
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from nanotrain.config.batch_schedule import samples_of_steps
 from nanotrain.config.config import Config
 from nanotrain.config.data_stages import read_stages, stage_starts
 from nanotrain.data.batch import Batch
-from nanotrain.data.build import source_names
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.staged import StagedDataset
 from nanotrain.log import get_logger
@@ -26,23 +26,20 @@ from nanotrain.memory.block_transforms import WITHOUT_OFFLOAD, transform_blocks
 from nanotrain.model.init import initialize
 from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import DistributedOptimizer
-from nanotrain.optim.group_norms import GroupNorms
 from nanotrain.optim.lr import LRSchedule
 from nanotrain.parallel.cp.split import split_batch
 from nanotrain.parallel.pp.executor import Pipeline
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
-from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.params import LocalParam
 from nanotrain.train.batches import BatchIterator, BatchOptions
 from nanotrain.train.compile import describe_compile, with_compile
-from nanotrain.train.metrics.source_losses import SourceLosses
+from nanotrain.train.parts.part import BuiltModel, StepParts
+from nanotrain.train.parts.table import build_parts
 from nanotrain.train.plans.plan import Plan
-from nanotrain.train.resume.restore import RunParts, restore_parts
-from nanotrain.train.routers import ModelRouters
-from nanotrain.train.run import Run, StepSchedules, TrainState
+from nanotrain.train.resume.restore import restore
+from nanotrain.train.run import Run, RunInputs, StepSchedules, TrainState
 from nanotrain.train.stages import BuiltStage, all_data_parallel, build_stages
-from nanotrain.train.start.inputs import RunInputs
 
 log = get_logger(__name__)
 
@@ -74,33 +71,36 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     )
     for balance in optimizer.matrix_balances:
         log.info("%s: %s", config.optim.optimizer, balance)
-    checkpointer = _build_checkpointer(config, inputs.folder.checkpoints, context=context)
-    state = _load_start(inputs, checkpointer, parts=RunParts(stages, data_parallel, optimizer), config=config)
-    state.curve_batch_size = state.curve_batch_size or plan.sampler.global_batch_size
-    train_samples = _samples_of_steps(plan, state)(config.train.train_iters)
-    batches = _open_batches(plan, inputs, state=state, context=context)
-    # Voting one step ahead saves time on a GPU only: on a CPU the host runs the step itself and waits just as long.
-    is_ahead = context.device.type == "cuda"
-    return Run(
+    assert inputs.datasets.train is not None, "open_inputs requires a training split"
+    model = BuiltModel(
         plan=plan,
-        inputs=inputs,
         context=context,
+        dataset=inputs.datasets.train,
         stages=stages,
         runnable={index: stage.runnable for index, stage in built.items()},
         data_parallel=data_parallel,
-        routers=ModelRouters(stages, config.model, context=context),
         optimizer=optimizer,
+    )
+    parts = build_parts(model)
+    checkpointer = _build_checkpointer(config, inputs.folder.checkpoints, context=context)
+    state = _load_start(model, parts, inputs=inputs, checkpointer=checkpointer)
+    state.curve_batch_size = state.curve_batch_size or plan.sampler.global_batch_size
+    batches = _open_batches(model, state=state)
+    # Voting one step ahead saves time on a GPU only: on a CPU the host runs the step itself and waits just as long.
+    is_ahead = context.device.type == "cuda"
+    return Run(
+        **vars(model),
+        inputs=inputs,
+        parts=parts,
         pipeline=build_pipeline(plan, context),
-        lr_schedule=LRSchedule(config.optim, state.curve_batch_size, train_samples),
-        batches=batches,
-        batch_iterator=build_batch_iterator(
-            batches, context, is_ahead=is_ahead, num_mtp_layers=plan.shape.num_mtp_layers
+        lr_schedule=LRSchedule(
+            config.optim, state.curve_batch_size, _samples_of_steps(plan, state)(config.train.train_iters)
         ),
+        batches=batches,
+        batch_iterator=build_batch_iterator(batches, context, is_ahead=is_ahead, parts=parts),
         checkpointer=checkpointer,
         state=state,
         schedules=StepSchedules(plan),
-        source_losses=_source_losses(batches, stages, context=context),
-        group_norms=_group_norms(plan, optimizer, context=context) if config.train.log_norms_by_group else None,
     )
 
 
@@ -122,19 +122,6 @@ def _samples_of_steps(plan: Plan, state: TrainState) -> Callable[[int], int]:
     return lambda steps: samples_of_steps(schedule, steps) if schedule else steps * state.curve_batch_size
 
 
-def _source_losses(
-    batches: GlobalBatchLoader, stages: Mapping[int, Stage], *, context: ParallelContext
-) -> SourceLosses | None:
-    names = source_names(batches.dataset)
-    heads = [stage.head for stage in stages.values() if stage.head is not None]
-    return SourceLosses(names, heads=heads, device=context.device) if names else None
-
-
-def _group_norms(plan: Plan, optimizer: DistributedOptimizer, *, context: ParallelContext) -> GroupNorms:
-    specs = declare_model(plan.shape)
-    return GroupNorms(optimizer, specs, world=context.group("world"), device=context.device)
-
-
 def build_pipeline(plan: Plan, context: ParallelContext) -> Pipeline:
     """The pp group of this rank and the shape of the hidden states sent over it."""
     timeout_s = plan.config.parallel.distributed_timeout_minutes * 60
@@ -150,20 +137,18 @@ def build_pipeline(plan: Plan, context: ParallelContext) -> Pipeline:
 
 
 def build_batch_iterator(
-    batches: Iterator[list[Batch]], context: ParallelContext, *, is_ahead: bool = False, num_mtp_layers: int = 0
+    batches: Iterator[list[Batch]], context: ParallelContext, *, is_ahead: bool = False, parts: StepParts | None = None
 ) -> BatchIterator:
     """Global batches for this rank: tp, cp and pp ranks read the same samples, cp ranks keep a sequence shard each."""
+    options = BatchOptions(
+        readers_per_sample=context.topology.world_size // context.group("dp").size,
+        split=partial(split_batch, group=context.group("cp")),
+        is_ahead=is_ahead,
+    )
+    if parts is not None:
+        options = replace(options, prepare=parts.prepare, counts=parts.counts)
     return BatchIterator(
-        batches,
-        context.group("world"),
-        control=context.control,
-        device=context.device,
-        options=BatchOptions(
-            readers_per_sample=context.topology.world_size // context.group("dp").size,
-            split=partial(split_batch, group=context.group("cp")),
-            is_ahead=is_ahead,
-            num_mtp_layers=num_mtp_layers,
-        ),
+        batches, context.group("world"), control=context.control, device=context.device, options=options
     )
 
 
@@ -177,9 +162,8 @@ def _build_checkpointer(config: Config, folder: Path, *, context: ParallelContex
     )
 
 
-def _open_batches(plan: Plan, inputs: RunInputs, *, state: TrainState, context: ParallelContext) -> GlobalBatchLoader:
-    samples = inputs.datasets.train
-    assert samples is not None, "open_inputs requires a training split"
+def _open_batches(model: BuiltModel, *, state: TrainState) -> GlobalBatchLoader:
+    samples, plan = model.dataset, model.plan
     if isinstance(samples, StagedDataset):
         stages = read_stages(plan.config.data.stages)
         samples = samples.starting_at(stage_starts(stages, _samples_of_steps(plan, state)))
@@ -189,7 +173,7 @@ def _open_batches(plan: Plan, inputs: RunInputs, *, state: TrainState, context: 
         consumed_samples=state.consumed_samples,
         skipped_samples=state.skipped_samples,
         num_workers=plan.config.data.num_workers,
-        pin_memory=context.device.type == "cuda",
+        pin_memory=model.context.device.type == "cuda",
     )
 
 
@@ -204,14 +188,13 @@ def _init_weights(config: Config, stages: Mapping[int, BuiltStage]) -> None:
             dp.fill_params(partial(fill, stage.module))
 
 
-def _load_start(inputs: RunInputs, checkpointer: Checkpointer, *, parts: RunParts, config: Config) -> TrainState:
+def _load_start(model: BuiltModel, parts: StepParts, *, inputs: RunInputs, checkpointer: Checkpointer) -> TrainState:
     """Load the checkpoint or the Hugging Face folder that a run starts from, if any; the counters it starts with."""
     if inputs.checkpoint is not None:
-        may_fall_back = inputs.is_resumed
-        return restore_parts(inputs.checkpoint, checkpointer, parts=parts, config=config, may_fall_back=may_fall_back)
-    pretrained = config.checkpoint.pretrained_checkpoint
+        return restore(inputs.checkpoint, checkpointer, model=model, parts=parts, may_fall_back=inputs.is_resumed)
+    pretrained = model.config.checkpoint.pretrained_checkpoint
     if pretrained is not None:
         from nanotrain.train.resume.pretrained import load_pretrained  # few runs need Hugging Face's families
 
-        load_pretrained(Path(pretrained), parts=parts, config=config)
+        load_pretrained(Path(pretrained), model=model, parts=parts)
     return TrainState()

@@ -38,8 +38,8 @@ from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.quantities import count_of
 from nanotrain.spec.params import LocalParam
 from nanotrain.train.build import build_batch_iterator, build_pipeline
+from nanotrain.train.parts.router_balance import router_biases
 from nanotrain.train.plans.plan import Plan
-from nanotrain.train.routers import router_biases
 from nanotrain.train.stages import BuiltStage, build_stages
 from nanotrain.train.step import global_loss
 

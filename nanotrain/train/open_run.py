@@ -23,7 +23,6 @@ from nanotrain.train.hooks.debug_nan import DebugNanHook
 from nanotrain.train.hooks.evaluate import EvaluateHook
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.hooks.log import MAX_WIDTH, MIN_WIDTH, LogHook
-from nanotrain.train.hooks.norms import MaxLogitHook, NormsHook
 from nanotrain.train.hooks.notify import NotifyHook
 from nanotrain.train.hooks.profile import ProfileHook
 from nanotrain.train.hooks.prometheus import PrometheusHook
@@ -34,9 +33,8 @@ from nanotrain.train.hooks.timeout import TimeoutHook
 from nanotrain.train.hooks.track import TrackHook
 from nanotrain.train.plans.memory_plan import MemoryPlan
 from nanotrain.train.plans.plan import Plan
-from nanotrain.train.run import Run
+from nanotrain.train.run import Run, RunInputs
 from nanotrain.train.start.header import header
-from nanotrain.train.start.inputs import RunInputs
 from nanotrain.watch.out_of_memory import explaining_memory_errors
 from nanotrain.watch.watchdog import watch_ranks
 
@@ -140,8 +138,6 @@ def choose_hooks(config: Config, tokenizer: str | None, *, planned: PlannedPeak 
     hooks: list[tuple[bool, Hook]] = [
         (later_timeout_s is not None, TimeoutHook(later_timeout_s or 0.0)),
         (validates(config), EvaluateHook(tokenizer)),
-        (train.log_params_norm or train.log_num_zeros_in_grad, NormsHook()),
-        (train.log_max_attention_logit, MaxLogitHook()),
         (True, LogHook()),
         (train.debug_nan, DebugNanHook()),
         (train.check_weight_hash_across_dp_replicas_interval > 0, ReplicasHook()),

@@ -2,26 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from nanotrain.checkpoint.checkpointer import Checkpointer
-from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import Config
+from nanotrain.data.build import DatasetSplits
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.staged import StagedDataset
-from nanotrain.model.transformer import Stage
-from nanotrain.optim.distributed import DistributedOptimizer
-from nanotrain.optim.group_norms import GroupNorms
 from nanotrain.optim.lr import LRSchedule
-from nanotrain.parallel.dp.data_parallel import DataParallel
-from nanotrain.parallel.pp.executor import Pipeline, RunnableStage
+from nanotrain.parallel.pp.executor import Pipeline
 from nanotrain.parallel.pp.transfers import RankPlan
 from nanotrain.runs.folder import RunFolder
 from nanotrain.train.batches import BatchIterator
-from nanotrain.train.metrics.source_losses import SourceLosses
+from nanotrain.train.parts.part import BuiltModel, StepParts
 from nanotrain.train.plans.plan import Plan, plan_train_schedule
-from nanotrain.train.routers import ModelRouters
-from nanotrain.train.start.inputs import RunInputs
 
 
 @dataclass
@@ -77,18 +73,24 @@ class StopRequest:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunInputs:
+    """The open inputs of a run, and its folder."""
+
+    folder: RunFolder  # the run folder; it exists and is writable
+    datasets: DatasetSplits  # samples by split
+    tokenizer: str | None = None  # name or path as `load_tokenizer` takes it; None without a tokenizer
+    checkpoint: Path | None = None  # the step folder to start from; None for a new run
+    is_resumed: bool = False  # whether `checkpoint` is in the folder of this run
+    origins: Mapping[str, str] = field(default_factory=dict)  # key of the configuration -> source of its value
+    reads_checkpoint: bool = True  # False: another rank looks for it, and `require_same_start` sets it
+
+
+@dataclass(frozen=True)
+class Run(BuiltModel):
     """The live parts of a run on one rank."""
 
-    plan: Plan  # what was built
     inputs: RunInputs  # open datasets and folders
-    context: ParallelContext  # device and process groups
-    stages: Mapping[int, Stage]  # this rank's part of the model, by global stage index
-    runnable: Mapping[int, RunnableStage]  # the same stages as the pipeline executor takes them
-    # flat parameter and gradient storage, and gradient reduction; dense and expert, per stage
-    data_parallel: tuple[DataParallel, ...]
-    routers: ModelRouters  # of MoE layers; none in a dense model
-    optimizer: DistributedOptimizer  # main params and moments of this rank's shard
+    parts: StepParts  # what features add to every step
     pipeline: Pipeline  # the pp group, and the shape of the hidden states sent over it
     lr_schedule: LRSchedule  # learning rate by consumed samples
     batches: GlobalBatchLoader  # loads this rank's microbatches; closed when the run ends
@@ -96,21 +98,51 @@ class Run:
     checkpointer: Checkpointer  # reads and writes the run's checkpoints
     state: TrainState  # counters
     schedules: StepSchedules  # pipeline schedules by number of microbatches
-    source_losses: SourceLosses | None = None  # losses by corpus; None where the data is no blend
-    group_norms: GroupNorms | None = None  # norms by group of parameters, of logged steps; None where not logged
-    stop: StopRequest = field(default_factory=StopRequest)  # set by the trainer's signal handler
+    stop: StopRequest = field(default_factory=StopRequest)  # set by the signal handler of `fit`
 
     @property
-    def config(self) -> Config:
-        """The complete configuration."""
-        return self.plan.config
+    def folder(self) -> RunFolder:
+        """Where the run is written."""
+        return self.inputs.folder
 
-    def pipeline_of(self, seq_length: int) -> Pipeline:
-        """The pipeline of a step whose sequences have `seq_length` tokens, a divisor of the sample length."""
-        parts = self.config.data.seq_length // seq_length
+    @property
+    def batch_size(self) -> int:
+        """Samples of the next global batch."""
+        return self.plan.sampler.size_at(self.state.consumed_samples)
+
+    @property
+    def rates(self) -> dict[str, Any]:
+        """Learning rates and weight decay of the next step, by the arguments of the optimizer's step."""
+        schedule, consumed = self.lr_schedule, self.state.consumed_samples
+        return {
+            "lr": schedule.lr_at(consumed),
+            "decoupled_lr": schedule.decoupled_lr_at(consumed),
+            "weight_decay": schedule.weight_decay_at(consumed),
+        }
+
+    @property
+    def loss_scale(self) -> float | Tensor:
+        """Factor of the summed loss; gradient averaging divides by its second factor, the optimizer by the first."""
+        return self.optimizer.loss_scale.scale * self.plan.num_averaged_ranks
+
+    @property
+    def step_pipeline(self) -> Pipeline:
+        """The pipeline of the next step, whose sequences may be shorter than the samples."""
+        parts = self.config.data.seq_length // self.plan.seq_length_at(self.state.consumed_samples)
+        if parts == 1:
+            return self.pipeline
         batch_size, length, hidden_size = self.plan.hidden_shape
-        shape = (batch_size * parts, length // parts, hidden_size)
-        return self.pipeline if parts == 1 else replace(self.pipeline, hidden_shape=shape)
+        return replace(self.pipeline, hidden_shape=(batch_size * parts, length // parts, hidden_size))
+
+    def start_param_gather(self) -> None:
+        """Start the all-gather of the updated parameters."""
+        for dp in self.data_parallel:
+            dp.start_param_gather()
+
+    def wait_for_params(self) -> None:
+        """Wait for the all-gather of the parameters."""
+        for dp in self.data_parallel:
+            dp.wait_for_params()
 
     def data_stage_at(self, consumed_samples: int) -> str | None:
         """The data stage of the batch that starts at `consumed_samples`; None without data stages."""
@@ -118,8 +150,3 @@ class Run:
         if not isinstance(dataset, StagedDataset):
             return None
         return dataset.stage_at(consumed_samples + self.state.skipped_samples).name
-
-    @property
-    def folder(self) -> RunFolder:
-        """Where the run is written."""
-        return self.inputs.folder

@@ -1,13 +1,15 @@
-"""The train step, and what belongs to it: the remaining gradient sums after backward, and the global loss.
+"""The train step: forward and backward of every microbatch, gradient reduction, parameter update.
 
 The host queues the work of a step and waits for nothing (law L10): loss, gradient norm and whether the step was skipped
-stay on the device until `StepOutput.read`, which is called for the log.
+stay on the device until they are read from `StepOutput`, which is done for the log.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,187 +19,115 @@ from nanotrain.comm.device import HostCopy
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.stop_point import PassStopped
-from nanotrain.config.config import ModelConfig
 from nanotrain.config.derive import has_dropout
 from nanotrain.model.context import BatchContext
-from nanotrain.model.mtp import take_loss_sums
-from nanotrain.model.router_stats import RouterMetrics
 from nanotrain.optim.distributed import Update
-from nanotrain.optim.group_norms import GroupNorms
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.pp.executor import run_schedule
 from nanotrain.topology.groups import GroupName
 from nanotrain.train.batches import GlobalBatch
-from nanotrain.train.fp8 import finish_fp8_step
-from nanotrain.train.metrics.source_losses import SourceLosses
-from nanotrain.train.qk_clip import clip_query_key
-from nanotrain.train.routers import ModelRouters
+from nanotrain.train.parts.part import StepParts
 from nanotrain.train.run import Run
 
 GRAD_SUM_AXES: tuple[GroupName, ...] = ("tp", "embed")
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """The outcome of one step on the host, equal on every rank."""
+class StepOutput:
+    """The outcome of one step, equal on every rank; its numbers are read from the device when they are first used."""
 
-    loss: float  # mean cross-entropy over the target tokens of the global batch, before the update
-    grad_norm: float  # global 2-norm before clipping
-    lr: float  # learning rate of this step
+    copy: HostCopy  # the numbers of the step in one tensor
+    sizes: Mapping[str, int]  # numbers of each part among them, after the four of every step
+    parts: StepParts
+    num_tokens: int  # target tokens of the global batch
     num_samples: int  # of the global batch
-    skipped: bool  # True if the gradient norm was not finite; no weight changed
-    # routing statistics by router name; empty for a dense model
-    router_metrics: Mapping[str, RouterMetrics] = field(default_factory=dict)
-    decoupled_lr: float | None = None  # learning rate of the embedding and the output layer; None where it is `lr`
-    loss_scale: float = 1.0  # of this step
-    mtp_losses: tuple[float, ...] = ()  # mean cross-entropy of each layer of multi-token prediction over its targets
-    source_losses: Mapping[str, float] | None = None  # mean by corpus, since the last logged step; None without
-    norms: Mapping[str, Mapping[str, float]] | None = None  # by kind and group of parameters; None where not measured
-
-
-@dataclass(frozen=True)
-class PackedNumbers:
-    """Named vectors of numbers on the device, copied to the host as one tensor."""
-
-    copy: HostCopy
-    sizes: Mapping[str, int]  # numbers of each vector, in order
+    lr: float  # learning rate of this step
+    decoupled_lr: float | None  # learning rate of the embedding and the output layer; None where it is `lr`
 
     @classmethod
-    def of(cls, vectors: Mapping[str, Tensor]) -> Self:
-        """Start to copy the vectors; see `HostCopy`."""
-        return cls(HostCopy(torch.cat([*vectors.values()])), {name: len(vector) for name, vector in vectors.items()})
-
-    def read(self) -> dict[str, list[float]]:
-        """The numbers of every vector; waits for the copy."""
-        numbers = iter(self.copy.read())
-        return {name: list(islice(numbers, size)) for name, size in self.sizes.items()}
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """The outcome of one step on the device."""
-
-    # loss (summed over tokens), grad_norm, skipped, loss_scale, mtp_losses (summed), source_losses (sums by corpus),
-    # norms (by group), routers (sums)
-    numbers: PackedNumbers
-    num_tokens: int  # target tokens of the global batch
-    lr: float
-    decoupled_lr: float | None
-    num_samples: int  # of the global batch
-    routers: ModelRouters
-    num_mtp_tokens: tuple[int, ...] = ()  # target tokens of each layer of multi-token prediction
-    norms: GroupNorms | None = None  # of the norms among the numbers; None where there are none
-    sources: SourceLosses | None = None  # of the sums by corpus among the numbers; None where there are none
+    def of(cls, run: Run, batch: GlobalBatch, *, update: Update, numbers: Mapping[str, Tensor]) -> Self:
+        """Start to copy the numbers of the step that `run` has just done, before its counters advance."""
+        loss = update.sums[:1]
+        always = (loss, update.grad_norm[None], update.skipped[None], torch.ones_like(loss) * update.loss_scale)
+        return cls(
+            HostCopy(torch.cat([*always, *numbers.values()])),
+            {name: len(own) for name, own in numbers.items()},
+            run.parts,
+            num_tokens=max(batch.num_target_tokens, 1),
+            num_samples=run.batch_size,
+            lr=run.rates["lr"],
+            decoupled_lr=run.rates["decoupled_lr"],
+        )
 
     @property
     def is_ready(self) -> bool:
-        """Whether `read` returns without waiting."""
-        return self.numbers.copy.is_ready
+        """Whether the numbers can be read without waiting."""
+        return self.copy.is_ready
 
-    def read(self) -> StepResult:
-        """The numbers on the host, which waits for the end of the step."""
-        numbers = self.numbers.read()
-        mtp_losses = zip(numbers["mtp_losses"], self.num_mtp_tokens, strict=True)
-        return StepResult(
-            numbers["loss"][0] / self.num_tokens,
-            numbers["grad_norm"][0],
-            lr=self.lr,
-            num_samples=self.num_samples,
-            skipped=bool(numbers["skipped"][0]),
-            router_metrics=self.routers.metrics(numbers["routers"]),
-            decoupled_lr=self.decoupled_lr,
-            loss_scale=numbers["loss_scale"][0],
-            mtp_losses=tuple(total / max(num_tokens, 1) for total, num_tokens in mtp_losses),
-            norms=None if self.norms is None else self.norms.by_group(numbers["norms"]),
-            source_losses=None if self.sources is None else self.sources.by_name(numbers["source_losses"]),
-        )
+    @cached_property
+    def numbers(self) -> list[float]:
+        """All numbers; reading them waits for the end of the step."""
+        return self.copy.read()
+
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy over the target tokens of the global batch, before the update."""
+        return self.numbers[0] / self.num_tokens
+
+    @property
+    def grad_norm(self) -> float:
+        """Global 2-norm before clipping."""
+        return self.numbers[1]
+
+    @property
+    def skipped(self) -> bool:
+        """True if the gradient norm was not finite; no weight changed."""
+        return bool(self.numbers[2])
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the loss in this step."""
+        return self.numbers[3]
+
+    @cached_property
+    def metrics(self) -> dict[str, Any]:
+        """What the parts report."""
+        numbers = iter(self.numbers[4:])
+        return self.parts.metrics({name: list(islice(numbers, size)) for name, size in self.sizes.items()})
 
 
-def train_step(
-    run: Run, batch: GlobalBatch, *, is_logged: bool = True, before_update: Callable[[], None] = lambda: None
-) -> StepOutput:
-    """One optimizer step: forward and backward of every microbatch, gradient reduction, parameter update.
+def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepOutput:
+    """One optimizer step.
 
     Args:
         run: its parameters and counters change.
         batch: this rank's part of the global batch.
-        is_logged: whether to measure norms by group, where the run logs them.
-        before_update: called once all gradients are reduced.
+        is_logged: whether to measure what is only measured for the log.
 
     Raises:
         PassStopped: a rank received a signal between microbatches. Weights and counters are those before the step, on
             every rank; the statistics of the step are not reset, as the run ends.
     """
-    consumed, norms = run.state.consumed_samples, run.group_norms if is_logged else None
-    lr, decoupled_lr = run.lr_schedule.lr_at(consumed), run.lr_schedule.decoupled_lr_at(consumed)
-    num_tokens, scale = max(batch.num_target_tokens, 1), run.optimizer.loss_scale.scale
-    loss_scale = scale * run.plan.num_averaged_ranks  # gradient averaging divides by the second factor
-    num_samples = run.plan.sampler.size_at(consumed)
-    loss_sum = _compute_grads(run, batch, num_tokens=num_tokens, loss_scale=loss_scale)
-    before_update()
-    before = None if norms is None else norms.start()
-    # One all-reduce sums loss and norm, before the all-gathers of parameters are queued behind it.
-    sums = _sums(run, loss_sum, is_logged=is_logged)
-    weight_decay = run.lr_schedule.weight_decay_at(consumed)
-    update = run.optimizer.step(lr, decoupled_lr=decoupled_lr, weight_decay=weight_decay, sums=sums)
-    _change_params(run, update)
-    measured = None if norms is None or before is None else norms.finish(before, loss_scale=scale)
-    for dp in run.data_parallel:
-        dp.start_param_gather()
-
-    num_mtp = len(batch.num_mtp_tokens)
-    loss, mtp_losses, source_losses = update.sums.tensor_split((1, 1 + num_mtp))
-    none = loss[:0]
-    router_sums = run.routers.balance()
-    numbers = {
-        "loss": loss,
-        "grad_norm": update.grad_norm[None],
-        "skipped": update.skipped[None],
-        "loss_scale": torch.full_like(loss, 1.0) * scale,
-        "mtp_losses": mtp_losses,
-        "source_losses": source_losses,
-        "norms": none if measured is None else measured,
-        "routers": none if router_sums is None else router_sums,
-    }
-    run.state.advance(samples=num_samples, tokens=batch.num_target_tokens)
-    return StepOutput(
-        PackedNumbers.of(numbers),
-        num_tokens,
-        lr=lr,
-        decoupled_lr=decoupled_lr,
-        num_samples=num_samples,
-        routers=run.routers,
-        num_mtp_tokens=batch.num_mtp_tokens,
-        norms=norms,
-        sources=run.source_losses if is_logged else None,
-    )
+    scale = run.loss_scale / max(batch.num_target_tokens, 1)
+    schedule, pipeline = run.schedules.of(len(batch.microbatches)), run.step_pipeline
+    microbatches = contexts(run, batch)
+    with reduced_grads(run):
+        loss_sum = run_schedule(schedule, run.runnable, microbatches=microbatches, grad_scale=scale, pipeline=pipeline)
+    update = run.optimizer.step(**run.rates, sums=sums_of(run, loss_sum, is_logged=is_logged))
+    numbers = run.parts.after_update(update, update.sums[1:], is_logged=is_logged)
+    run.start_param_gather()
+    output = StepOutput.of(run, batch, update=update, numbers=numbers)
+    run.state.advance(samples=run.batch_size, tokens=batch.num_target_tokens)
+    return output
 
 
-def _compute_grads(run: Run, batch: GlobalBatch, *, num_tokens: int, loss_scale: float | Tensor) -> Tensor:
-    """Forward and backward of every microbatch, and the sums of their gradients over ranks.
-
-    Args:
-        num_tokens: target tokens of the global batch; the loss is divided by this number.
-        loss_scale: factor of the loss, which the reduction and the optimizer divide by.
-
-    Returns:
-        Scalar: this rank's part of the loss summed over tokens. This rank's shard of the gradients is complete.
-
-    Raises:
-        PassStopped: as `train_step`; the reductions in flight are complete.
-    """
-    consumed = run.state.consumed_samples
-    microbatches = _contexts(run, batch, aux_loss_scale=loss_scale / run.plan.num_sequences_at(consumed))
+@contextmanager
+def reduced_grads(run: Run) -> Iterator[None]:
+    """Start the reduction of gradients; after the block this rank's shard of their sums over ranks is complete."""
     for dp in run.data_parallel:
         dp.begin_step()
     try:
-        loss_sum = run_schedule(
-            run.schedules.of(len(microbatches)),
-            run.runnable,
-            microbatches=microbatches,
-            grad_scale=loss_scale / num_tokens,
-            pipeline=run.pipeline_of(run.plan.seq_length_at(consumed)),
-        )
+        yield
     except PassStopped:
         for dp in run.data_parallel:
             dp.finish_grad_reduce(is_abandoned=True)
@@ -205,47 +135,24 @@ def _compute_grads(run: Run, batch: GlobalBatch, *, num_tokens: int, loss_scale:
     for dp in run.data_parallel:
         dp.finish_grad_reduce()
     finalize_grads(run.data_parallel, run.context)
-    return loss_sum
 
 
-def _sums(run: Run, loss_sum: Tensor, *, is_logged: bool) -> Tensor:
-    """[n] fp64, this rank's part of the sums over all ranks: loss, losses of multi-token prediction, of each corpus."""
-    losses = _once_per_tp_group(torch.cat([loss_sum.double()[None], _mtp_loss_sums(run)]), run.context)
-    return losses if run.source_losses is None or not is_logged else torch.cat([losses, run.source_losses.take()])
-
-
-def _change_params(run: Run, update: Update) -> None:
-    """Change the main params after the update rule and before the all-gather: QK-clip, moving average, fp8 scales."""
-    if run.config.optim.qk_clip:
-        clip_query_key(run, skipped=update.skipped)
-    run.optimizer.average.update(update.skipped)
-    if run.config.precision.fp8_format is not None:
-        finish_fp8_step(run.stages, run.context)  # the gathers quantize with the scales of the next step
-
-
-def _contexts(run: Run, batch: GlobalBatch, *, aux_loss_scale: float | Tensor) -> list[BatchContext]:
-    """The microbatches of a step with the step's loss scales and dropout seed."""
+def contexts(run: Run, batch: GlobalBatch) -> list[BatchContext]:
+    """The microbatches of the next step with loss scales, dropout seed and the fields of the parts."""
+    cp, fields = run.context.group("cp"), run.parts.context(batch)
     seed = run.config.train.seed if has_dropout(run.config.model) else None
-    mtp_scales, cp = mtp_loss_scales(run.config.model, batch), run.context.group("cp")
+    scale = run.loss_scale / run.plan.num_sequences_at(run.state.consumed_samples)
     return [
-        BatchContext.of(part, cp=cp, aux_loss_scale=aux_loss_scale, dropout_seed=seed, mtp_scales=mtp_scales)
-        for part in batch.microbatches
+        BatchContext.of(part, cp=cp, aux_loss_scale=scale, dropout_seed=seed, **fields) for part in batch.microbatches
     ]
 
 
-def mtp_loss_scales(model_config: ModelConfig, batch: GlobalBatch) -> tuple[float, ...]:
-    """The factors of the summed losses of multi-token prediction, in the units of the model's summed loss.
+def sums_of(run: Run, loss_sum: Tensor, *, is_logged: bool) -> Tensor:
+    """[n] fp64, what joins the all-reduce of the gradient norm: the loss, and the sums of the parts.
 
-    Each layer's loss is a mean over its own target tokens, and the mean over layers is scaled.
+    One all-reduce for all, before the all-gathers of parameters are queued behind it.
     """
-    factor = model_config.mtp.loss_scaling_factor / max(1, len(batch.num_mtp_tokens))
-    return tuple(factor * max(batch.num_target_tokens, 1) / max(num_tokens, 1) for num_tokens in batch.num_mtp_tokens)
-
-
-def _mtp_loss_sums(run: Run) -> Tensor:
-    """[layers] fp64, this rank's part of the summed losses of multi-token prediction in this step."""
-    layers = [layer for stage in run.stages.values() for layer in stage.mtp_layers]
-    return take_loss_sums(layers, num_layers=run.plan.shape.num_mtp_layers, device=run.context.device)
+    return torch.cat([_once_per_tp_group(loss_sum, run.context), run.parts.sums(is_logged=is_logged)])
 
 
 def finalize_grads(data_parallel: Sequence[DataParallel], context: ParallelContext) -> None:
@@ -278,14 +185,15 @@ def global_loss(loss_sum: Tensor, context: ParallelContext) -> float:
         loss_sum: scalar; zero on ranks without the output layer, equal on all ranks of a tp group.
         context: the groups.
     """
-    total = _once_per_tp_group(loss_sum.double()[None], context)
+    total = _once_per_tp_group(loss_sum, context)
     all_reduce(total, context.group("world"))
     return HostCopy(total).read()[0]
 
 
-def _once_per_tp_group(sums: Tensor, context: ParallelContext) -> Tensor:
-    """Sums that are equal on all ranks of a tp group, zeroed on all but the first so that each is counted once."""
-    return sums if context.group("tp").is_first else torch.zeros_like(sums)
+def _once_per_tp_group(loss_sum: Tensor, context: ParallelContext) -> Tensor:
+    """[1] fp64, a loss that is equal on all ranks of a tp group: zero on all but the first, so that it counts once."""
+    loss = loss_sum.double()[None]
+    return loss if context.group("tp").is_first else torch.zeros_like(loss)
 
 
 def _all_reduce_coalesced(tensors: Sequence[Tensor], group: Group) -> None:

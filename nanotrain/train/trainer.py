@@ -31,7 +31,7 @@ from nanotrain.system.process import stop_signals
 from nanotrain.train.batches import GlobalBatch, raise_on_all
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics.spikes import SpikeScore
-from nanotrain.train.metrics.step_report import StepClock, StepReport, Throughput, UnreadReports
+from nanotrain.train.metrics.step_report import StepReport, Throughput, UnreadReports
 from nanotrain.train.resume.rollback import checkpoint_before_spike, count_loss, roll_back
 from nanotrain.train.run import Run
 from nanotrain.train.step import StepOutput, train_step
@@ -158,10 +158,10 @@ class Trainer:
         run.context.heartbeat.begin("step")
         with record_function(f"ProfilerStep#{run.state.step + 1}"):  # torch's own name for a step, in traces
             is_logged = self._is_logged(run.state.step + 1)
-            output = train_step(run, batch, is_logged=is_logged, before_update=self._before_update)
+            output = train_step(run, batch, is_logged=is_logged)
         watch.stop()
         run.context.heartbeat.begin("hooks")
-        report = self._report(output, StepClock(watch, batch.wait_s))
+        report = self._report(output, watch, data_wait_s=batch.wait_s)
         for readable in self._unread.take(report):
             self._count_skips(readable)
         if batch.busy_s:
@@ -173,10 +173,6 @@ class Trainer:
         interval = run.config.train.manual_gc_interval
         if interval and run.state.step % interval == 0:
             gc.collect()
-
-    def _before_update(self) -> None:
-        for hook in self.hooks:
-            hook.before_update(self.run)
 
     def _rolled_back(self, report: StepReport) -> bool:
         """Go back to a checkpoint if the loss of the step is a spike; returns whether it did."""
@@ -199,14 +195,15 @@ class Trainer:
         self._call_hooks(lambda hook: hook.after_rollback(run, report))
         return True
 
-    def _report(self, output: StepOutput, clock: StepClock) -> StepReport:
+    def _report(self, output: StepOutput, watch: Stopwatch, *, data_wait_s: float) -> StepReport:
         state = self.run.state
         first_sample = state.consumed_samples - output.num_samples
         seq_length = self._scheduled_length(first_sample)
         return StepReport(
             step=state.step,
             output=output,
-            clock=clock,
+            stopwatch=watch,
+            data_wait_s=data_wait_s,
             throughput=self._throughput,
             lr=output.lr,
             peak_memory_bytes=peak_memory(self.run.context.device),

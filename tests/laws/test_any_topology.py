@@ -11,7 +11,6 @@ import torch
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.schema import to_dict
 from nanotrain.spec.boxes import TensorBox
-from nanotrain.train.routers import router_biases, router_biases_to_save
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
 from tests.harness import SHORT_NAMES, run_ranks
@@ -70,7 +69,7 @@ def case_of(name: str) -> Case:
 
 
 def state_of(run: Run) -> State:
-    tensors = run.optimizer.state_tensors() | router_biases(run.stages)
+    tensors = run.optimizer.state_tensors() | run.parts.tensors()
     return {box: tensor.clone() for box, tensor in tensors.items()}
 
 
@@ -79,7 +78,7 @@ def train(run: Run, steps: int) -> list[float]:
     for _ in range(steps):
         batch = run.batch_iterator.next()
         assert batch is not None
-        losses.append(train_step(run, batch).read().loss)
+        losses.append(train_step(run, batch).loss)
     return losses
 
 
@@ -100,7 +99,7 @@ def save_step(ctx: ParallelContext, run: Run) -> None:
     """A checkpoint of the last step."""
     run.checkpointer.save(
         run.state.step,
-        run.optimizer.tensors_to_save() | router_biases_to_save(run.stages, ctx),
+        run.optimizer.tensors_to_save() | run.parts.tensors_to_save(),
         objects=objects_of(run),
         config=to_dict(run.config),
         topology={},

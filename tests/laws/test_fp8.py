@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.model.fp8 import fp8_layers
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.hooks.checkpoint import CheckpointHook
+from nanotrain.train.parts.fp8_amaxes import fp8_layers
 from nanotrain.train.plans.traffic import sent_bytes
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
@@ -95,7 +95,7 @@ def train_fp8(ctx: ParallelContext, case: Case) -> Trained:
     for _ in range(case.steps):
         batch = run.batch_iterator.next()
         assert batch is not None
-        result = train_step(run, batch).read()
+        result = train_step(run, batch)
         trained.losses.append(result.loss)
         trained.grad_norms.append(result.grad_norm)
         layers = [layer for stage in run.stages.values() for layer in fp8_layers(stage).items()]
@@ -187,7 +187,7 @@ def _train_steps(run: Run, steps: int) -> tuple[list[float], list[float]]:
         run.context.traffic.reset()
         batch = run.batch_iterator.next()
         assert batch is not None
-        results.append(train_step(run, batch).read())
+        results.append(train_step(run, batch))
     return [result.loss for result in results], [result.grad_norm for result in results]
 
 

@@ -73,7 +73,7 @@ def planned_in_steps(name: str) -> list[str]:
         train_step(run, first)
         with Planned() as planned:
             for batch in batches:
-                train_step(run, batch).read()
+                train_step(run, batch)
         run.batches.close()
     return planned.calls
 

@@ -19,15 +19,13 @@ from nanotrain.config.config import CheckpointConfig, Config, DataConfig, ModelC
 from nanotrain.config.schema import ENTRIES, config_from_dict, to_dict
 from nanotrain.data.batch import Sample
 from nanotrain.data.build import DatasetSplits
-from nanotrain.model.router_stats import RouterMetrics
 from nanotrain.runs.folder import RunFolder
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.topology.topology import Topology
 from nanotrain.train.build import build_run
 from nanotrain.train.plans.plan import Plan, plan_run
-from nanotrain.train.run import Run
-from nanotrain.train.start.inputs import RunInputs
-from nanotrain.train.step import StepResult, train_step
+from nanotrain.train.run import Run, RunInputs
+from nanotrain.train.step import StepOutput, train_step
 
 VOCAB_SIZE = 300  # no multiple of 128: padding takes part
 SEQ_LENGTH = 24
@@ -83,7 +81,7 @@ class Outcome:
         dp: its place among the data-parallel ranks.
         reads: the numbers of the samples it read, in order.
         bytes_sent: by group.
-        router_metrics: of every step, by router.
+        moe: metrics of the routers, of every step; empty for a dense model.
         mtp_losses: of every step, by layer of multi-token prediction.
     """
 
@@ -93,8 +91,8 @@ class Outcome:
     dp: int
     reads: list[int]
     bytes_sent: dict[str, int]
-    router_metrics: list[Mapping[str, RouterMetrics]]
-    mtp_losses: list[tuple[float, ...]]
+    moe: list[dict[str, Any]]
+    mtp_losses: list[list[float]]
 
 
 def micro_batch_size(num_ranks: int, sizes: Mapping[str, Any], microbatches: int = 3) -> int:
@@ -153,17 +151,17 @@ def train_here(ctx: ParallelContext, case: Case) -> Outcome:
     return outcome_of(run, train_steps(run, case.steps))
 
 
-def train_steps(run: Run, steps: int) -> list[StepResult]:
+def train_steps(run: Run, steps: int) -> list[StepOutput]:
     """Steps of this rank."""
     results = []
     for _ in range(steps):
         batch = run.batch_iterator.next()
         assert batch is not None
-        results.append(train_step(run, batch).read())
+        results.append(train_step(run, batch))
     return results
 
 
-def outcome_of(run: Run, results: list[StepResult]) -> Outcome:
+def outcome_of(run: Run, results: list[StepOutput]) -> Outcome:
     """What this rank holds after these steps."""
     source, ctx = run.inputs.datasets.train, run.context
     assert isinstance(source, UnevenDataset)
@@ -174,8 +172,8 @@ def outcome_of(run: Run, results: list[StepResult]) -> Outcome:
         dp=ctx.coords["dp"],
         reads=source.reads,
         bytes_sent={name: ctx.traffic.bytes(name) for name in ctx.groups},
-        router_metrics=[result.router_metrics for result in results],
-        mtp_losses=[result.mtp_losses for result in results],
+        moe=[result.metrics.get("moe", {}) for result in results],
+        mtp_losses=[result.metrics.get("mtp_losses", []) for result in results],
     )
 
 

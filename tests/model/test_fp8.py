@@ -13,11 +13,10 @@ from nanotrain.model.fp8 import (
     DenseAmax,
     ExpertAmax,
     expert_fp8_options,
-    fp8_layers,
     fp8_options,
     layers_in_bf16,
-    update_amax_histories,
 )
+from nanotrain.train.parts.fp8_amaxes import fp8_layers, update_amax_histories
 from tests.harness import ranks
 
 SEQUENCE, ETP = Group.single_rank("tp_cp"), Group.single_rank("etp")

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from nanotrain.comm.collectives import all_reduce
 from nanotrain.kernels import grouped
 from nanotrain.model.context import LayerContext
-from nanotrain.model.router_stats import RouterMetrics, collect_router_sums, routers_of, update_expert_bias
+from nanotrain.train.parts.router_balance import router_metrics, update_expert_bias
 from tests.harness import run_ranks
 from tests.model.moe_layers import (
     DEEPSEEK,
@@ -63,17 +64,14 @@ def one_part_of_every_model(ctx, sequence_parallel):
 
 def check_metrics(ctx, full, layer):
     """Both layers count the same and update their bias alike."""
-    routers, full_routers = routers_of(layer), routers_of(full)
-    full_sums = collect_router_sums(full_routers, [])
-    sums = collect_router_sums(routers, [ctx.group("tp"), ctx.group("dp_cp")])
-    expected, found = (RouterMetrics.of(each["router"].tolist()) for each in (full_sums, sums))
-    assert found.tokens_per_expert == expected.tokens_per_expert
-    assert found.dropped_fraction == expected.dropped_fraction
-    numbers = [[one.entropy, one.aux_loss, one.z_loss] for one in (found, expected)]
-    assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
-    assert layer.router.stats.sums().abs().sum() == 0, "every step counts anew"
-    update_expert_bias(routers, sums, rate=0.25)
-    update_expert_bias(full_routers, full_sums, rate=0.25)
+    full_sums, sums = full.router.stats.sums(), layer.router.stats.sums()
+    all_reduce(sums, ctx.group("world"))
+    expected, metrics = router_metrics(full_sums.tolist()), router_metrics(sums.tolist())
+    assert metrics.pop("load") == expected.pop("load") and metrics["dropped"] == expected["dropped"]
+    assert metrics == pytest.approx(expected, rel=1e-5)
+    for router, total in ((layer.router, sums), (full.router, full_sums)):
+        router.stats.reset()
+        update_expert_bias(router, total[: router.num_experts], rate=0.25)
     if full.router.expert_bias is not None:
         assert torch.equal(layer.router.expert_bias, full.router.expert_bias)
 

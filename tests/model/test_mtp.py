@@ -1,20 +1,20 @@
 """Multi-token prediction of one rank, against the equations of DeepSeek-V3 written out without shifted sequences."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanotrain.comm.group import Group
 from nanotrain.config.config import MTPConfig
 from nanotrain.data.batch import Batch
 from nanotrain.model.context import BatchContext, LayerContext
-from nanotrain.model.mtp import take_loss_sums
 from nanotrain.model.transformer import Stage
 from nanotrain.spec.stages import StageSpec
-from nanotrain.train.step import mtp_loss_scales
+from nanotrain.train.batches import GlobalBatch
+from nanotrain.train.parts.losses import MTPLosses
 from tests.model.building import LLAMA, QWEN3, VOCAB, build, random_batch, randomize
 
 MTP = replace(LLAMA, mtp=MTPConfig(num_layers=2), untie_embeddings_and_output_weights=True)
@@ -41,13 +41,21 @@ def written_out(stage: Stage, batch: Batch) -> list[Tensor]:
     return losses
 
 
+def loss_sums(stage) -> torch.Tensor:
+    """The summed losses of every layer, which count anew."""
+    sums = torch.stack([layer.loss_sum for layer in stage.mtp_layers])
+    for layer in stage.mtp_layers:
+        layer.loss_sum.zero_()
+    return sums
+
+
 def test_loss_and_gradients_are_those_of_the_equations():
     stage, batch = randomize(build(MTP)), random_batch()
     loss = stage(None, BatchContext(batch.with_mtp(2), mtp_scales=SCALES))
     loss.backward()
     grads = {name: p.grad.clone() for name, p in stage.named_parameters() if p.grad is not None}
     assert grads.keys() == dict(stage.named_parameters()).keys()
-    sums = take_loss_sums(stage.mtp_layers, num_layers=2, device=loss.device)
+    sums = loss_sums(stage)
     stage.zero_grad()
     plain, further = stage(None, BatchContext(batch)), written_out(stage, batch)
     assert torch.equal(loss, plain), "the value is the model's loss"
@@ -55,7 +63,6 @@ def test_loss_and_gradients_are_those_of_the_equations():
     (plain + sum(scale * each for scale, each in zip(SCALES, further, strict=True))).backward()
     for name, parameter in stage.named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-4, atol=1e-4)
-    assert take_loss_sums(stage.mtp_layers, num_layers=2, device=loss.device).tolist() == [0.0, 0.0]
 
 
 def test_the_gradient_of_the_loss_scales_both():
@@ -70,9 +77,11 @@ def test_the_gradient_of_the_loss_scales_both():
 
 
 def test_the_scales_make_means_of_sums():
-    batch = SimpleNamespace(num_target_tokens=200, num_mtp_tokens=(100, 50))
     config = replace(MTP, mtp=MTPConfig(num_layers=2, loss_scaling_factor=0.3))
-    assert mtp_loss_scales(config, batch) == pytest.approx((0.15 * 200 / 100, 0.15 * 200 / 50))
+    part = MTPLosses(config, [], tp=Group.single_rank("tp"), device=torch.device("cpu"))
+    context = part.context(GlobalBatch((), 200, wait_s=0.0), counts=(100.0, 50.0))
+    assert context["mtp_scales"] == pytest.approx((0.15 * 200 / 100, 0.15 * 200 / 50))
+    assert part.sums(is_logged=True).tolist() == [0.0, 0.0], "as on a rank without the last stage"
 
 
 def test_evaluation_and_logits_leave_the_layers_out():
@@ -96,7 +105,7 @@ def test_a_layer_reads_and_predicts_nothing_of_another_document():
         packed = replace(batch, tokens=tokens, labels=labels, loss_mask=mask, segment_ids=segments).with_mtp(2)
         assert [each.num_target_tokens.item() for each in packed.mtp] == [9, 8]
         stage(None, BatchContext(packed, mtp_scales=SCALES))
-        sums.append(take_loss_sums(stage.mtp_layers, num_layers=2, device=torch.device("cpu")))
+        sums.append(loss_sums(stage))
     assert torch.equal(*sums)
 
 
@@ -113,9 +122,5 @@ def test_a_last_stage_without_layers_of_its_own_keeps_the_window():
     whole(None, context)
     last(first(None, context), context)
     for stage in (whole, last):
-        sums.append(take_loss_sums(stage.mtp_layers, num_layers=2, device=torch.device("cpu")))
+        sums.append(loss_sums(stage))
     assert torch.equal(*sums)
-
-
-def test_a_rank_without_the_last_stage_has_no_losses():
-    assert take_loss_sums([], num_layers=3, device=torch.device("cpu")).tolist() == [0.0, 0.0, 0.0]

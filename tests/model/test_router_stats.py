@@ -1,11 +1,11 @@
-"""Statistics are summed over all ranks, once per step, and the expert bias moves against the imbalance."""
+"""What a router counts, the metrics that follow from it, and how the expert bias moves against the imbalance."""
 
 import pytest
 import torch
 from torch import nn
 
-from nanotrain.model.router_stats import RouterMetrics, RouterStats, collect_router_sums, routers_of, update_expert_bias
-from tests.harness import ranks
+from nanotrain.model.router_stats import RouterStats, routers_of
+from nanotrain.train.parts.router_balance import router_metrics, update_expert_bias
 
 E = 4
 
@@ -17,20 +17,10 @@ class ToyRouter(nn.Module):
         self.expert_bias = torch.zeros(E) if has_bias else None
 
 
-def stage_of(*routers):
-    stage = nn.Module()
-    stage.layers = nn.ModuleDict({str(i): nn.ModuleDict({"router": router}) for i, router in enumerate(routers)})
-    return stage
-
-
 def count(router, experts, *, kept=None):
     experts = torch.tensor(experts)
     probabilities = torch.full((*experts.shape[:-1], E), 1 / E)
     router.stats.count(experts, kept_ids=experts if kept is None else torch.tensor(kept), probabilities=probabilities)
-
-
-def metrics_of(sums):
-    return {name: RouterMetrics.of(values.tolist()) for name, values in sums.items()}
 
 
 def test_metrics_are_ratios_of_what_was_counted():
@@ -39,39 +29,26 @@ def test_metrics_are_ratios_of_what_was_counted():
     count(router, [[[0, 1], [0, 2]]])
     router.stats.aux_loss += torch.tensor(6.0)
     router.stats.z_loss += torch.tensor(2.0)
-    (router_metrics,) = metrics_of(collect_router_sums(routers_of(stage_of(router)), [])).values()
-    assert router_metrics.tokens_per_expert == (4, 2, 2, 0)
-    assert router_metrics.max_over_mean == 2.0
-    assert router_metrics.dropped_fraction == 1 / 8
-    assert router_metrics.entropy == pytest.approx(torch.tensor(4.0).log().item())
-    assert (router_metrics.aux_loss, router_metrics.z_loss) == (1.5, 0.5)
+    metrics = router_metrics(router.stats.sums().tolist())
+    assert metrics.pop("entropy") == pytest.approx(torch.tensor(4.0).log().item())
+    assert metrics == {"load": [4, 2, 2, 0], "max_load": 2.0, "dropped": 1 / 8, "balance_loss": 1.5, "z_loss": 0.5}
 
 
-@ranks(4, tp=2)
-def test_all_ranks_are_counted_in_one_collective_per_group(ctx):
-    routers = routers_of(stage_of(ToyRouter(), ToyRouter(has_bias=False)))
-    first, second = routers.values()
-    count(first, [[[ctx.rank, 0]]])
-    count(second, [[[3, 2]]])
-    sums = collect_router_sums(routers, [ctx.group("tp"), ctx.group("dp_cp")])
-    metrics = metrics_of(sums)
-    assert list(metrics) == ["layers.0.router", "layers.1.router"]
-    assert [router_metrics.tokens_per_expert for router_metrics in metrics.values()] == [(5, 1, 1, 1), (0, 0, 4, 4)]
-    assert ctx.traffic.calls() == 2
-    update_expert_bias(routers, sums, rate=0.5)
-    assert first.expert_bias.tolist() == [-0.5, 0.5, 0.5, 0.5]
+def test_routers_are_found_by_name_and_count_anew_after_a_reset():
+    stage = nn.Module()
+    stage.layers = nn.ModuleDict({str(i): nn.ModuleDict({"router": ToyRouter()}) for i in range(2)})
+    routers = routers_of(stage)
+    assert list(routers) == ["layers.0.router", "layers.1.router"] and routers_of(nn.Module()) == {}
+    first = routers["layers.0.router"]
+    count(first, [[[3, 0]]])
+    first.stats.reset()
     count(first, [[[1, 1]]])
-    (router_metrics, _) = metrics_of(collect_router_sums(routers, [ctx.group("tp"), ctx.group("dp_cp")])).values()
-    assert router_metrics.tokens_per_expert == (0, 8, 0, 0), "every step counts anew"
+    assert router_metrics(first.stats.sums().tolist())["load"] == [0, 2, 0, 0]
 
 
-def test_a_stage_without_routers_has_no_metrics():
-    assert collect_router_sums(routers_of(stage_of()), []) == {}
-
-
-def test_an_even_distribution_leaves_the_bias_alone():
+@pytest.mark.parametrize(("tokens", "bias"), [([5, 1, 1, 1], [-0.5, 0.5, 0.5, 0.5]), ([2, 2, 2, 2], [0.0] * E)])
+def test_the_bias_moves_by_the_rate_and_an_even_load_leaves_it_alone(tokens, bias):
     router = ToyRouter()
-    count(router, [[[0, 1], [2, 3]]])
-    routers = routers_of(stage_of(router))
-    update_expert_bias(routers, collect_router_sums(routers, []), rate=0.5)
-    assert router.expert_bias.tolist() == [0.0] * E
+    update_expert_bias(router, torch.tensor(tokens, dtype=torch.float64), rate=0.5)
+    assert router.expert_bias.tolist() == bias
+    update_expert_bias(ToyRouter(has_bias=False), torch.tensor([1.0]), rate=0.5)

@@ -20,10 +20,8 @@ from nanotrain.checkpoint.store import set_aside_after
 from nanotrain.config.schema import to_dict
 from nanotrain.errors import NanotrainError
 from nanotrain.log import get_logger
-from nanotrain.train.fp8 import amax_histories_to_save
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics.step_report import StepReport
-from nanotrain.train.routers import router_biases_to_save
 from nanotrain.train.run import Run
 
 log = get_logger(__name__)
@@ -103,11 +101,7 @@ class CheckpointHook(Hook):
     def _save(self, run: Run, *, in_background: bool, checkpointer: Checkpointer | None = None) -> None:
         run.context.heartbeat.begin("checkpoint")
         writer = checkpointer or run.checkpointer
-        tensors = (
-            run.optimizer.tensors_to_save()
-            | router_biases_to_save(run.stages, run.context)
-            | amax_histories_to_save(run.stages, run.context)
-        )
+        tensors = run.optimizer.tensors_to_save() | run.parts.tensors_to_save()
         content: dict[str, Any] = {
             "objects": {
                 "train": run.state.to_dict(),

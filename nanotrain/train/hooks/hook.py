@@ -5,13 +5,13 @@ from nanotrain.train.run import Run
 
 
 class Hook:
-    """Base class; subclasses override what they need. Every rank calls every hook, in the order of the list."""
+    """Base class; subclasses override what they need. Every rank calls every hook, in the order of the list.
+
+    A hook that acts inside a step adds a `StepPart` to `run.parts` before training.
+    """
 
     def before_training(self, run: Run) -> None:
         """Called once, before the first step."""
-
-    def before_update(self, run: Run) -> None:
-        """Called in every step once all gradients are reduced; the parameters are those of the step before."""
 
     def after_step(self, run: Run, report: StepReport) -> None:
         """Called after every step."""

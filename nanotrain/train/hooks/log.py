@@ -130,6 +130,7 @@ def describe(
         on_cpu: the memory is that of the whole process, not of tensors only.
     """
     last, memory_label = reports[-1], "process" if on_cpu else "mem"
+    metrics = last.metrics
     seconds = sum(report.step_time_s for report in reports)
     tokens_per_second = sum(report.tokens_per_second * report.step_time_s for report in reports) / seconds
     wait = sum(report.data_wait_s for report in reports) / seconds
@@ -147,14 +148,14 @@ def describe(
         (f"{last.valid_bits_per_byte:.3f} bits per byte" if last.valid_bits_per_byte is not None else "", 6),
         (f"SKIPPED {skipped} (gradients not finite)" if skipped else "", 0),
         (f"grad {last.grad_norm:.3f}", 3),
-        (f"max logit {last.max_attention_logit:.2f}" if last.max_attention_logit is not None else "", 5),
-        (f"params norm {last.params_norm:.3f}" if last.params_norm is not None else "", 5),
-        (f"zeros {last.num_zeros_in_grad:,}" if last.num_zeros_in_grad is not None else "", 5),
+        (f"max logit {metrics['max_attention_logit']:.2f}" if "max_attention_logit" in metrics else "", 5),
+        (f"params norm {metrics['params_norm']:.3f}" if "params_norm" in metrics else "", 5),
+        (f"zeros {metrics['num_zeros_in_grad']:,}" if "num_zeros_in_grad" in metrics else "", 5),
         (_describe_spike(last), 4),
         (f"lr {last.lr:.2e}", 5),
         (f"decoupled lr {last.decoupled_lr:.2e}" if last.decoupled_lr is not None else "", 5),
-        (_describe_experts(last.moe), 6),
-        (f"mtp {' '.join(f'{loss:.4f}' for loss in last.result.mtp_losses)}" if last.result.mtp_losses else "", 4),
+        (_describe_experts(metrics.get("moe")), 6),
+        (f"mtp {' '.join(f'{loss:.4f}' for loss in metrics['mtp_losses'])}" if "mtp_losses" in metrics else "", 4),
         (f"{tokens_per_second:,.0f} tok/s", 1),
         (per_device, 8),
         (f"mfu {last.mfu:.1%}" if last.mfu is not None else "", 2),

@@ -24,6 +24,7 @@ from nanotrain.topology.groups import GroupName
 from nanotrain.train.batches import raise_on_all
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics.step_report import StepReport
+from nanotrain.train.parts.part import StepPart
 from nanotrain.train.run import Run
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -37,16 +38,26 @@ class ReplicasHook(Hook):
         CorruptState: replicas differ; names the parameter and the ranks. Nothing is saved.
     """
 
-    def before_update(self, run: Run) -> None:
-        step = run.state.step + 1
-        resident = [dp for dp in run.data_parallel if not dp.options.strategy.shard_params]
-        if resident and _is_due(run, step):
-            _compare(run, resident, when=f"before the update of step {step}")
+    def before_training(self, run: Run) -> None:
+        run.parts.by_name["replicas"] = _BeforeUpdate(run)
 
     def after_step(self, run: Run, report: StepReport) -> None:
         if _is_due(run, report.step):
             with gathered(run.data_parallel):
                 _compare(run, run.data_parallel, when=f"after step {report.step}")
+
+
+class _BeforeUpdate(StepPart):
+    """Compares the parameters that the forward and backward passes of a step have read."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._resident = [dp for dp in run.data_parallel if not dp.options.strategy.shard_params]
+
+    def sums(self, *, is_logged: bool) -> None:
+        step = self._run.state.step + 1
+        if self._resident and _is_due(self._run, step):
+            _compare(self._run, self._resident, when=f"before the update of step {step}")
 
 
 def _is_due(run: Run, step: int) -> bool:

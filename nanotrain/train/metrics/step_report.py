@@ -8,16 +8,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from nanotrain.comm.device import Stopwatch, device_name
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.model.router_stats import RouterMetrics
 from nanotrain.spec.counts import flops_per_token, peak_flops
 from nanotrain.train.metrics.spikes import SpikeScore
 from nanotrain.train.plans.plan import Plan
-from nanotrain.train.step import StepResult
+from nanotrain.train.step import StepOutput
 
 FIELDS = (
     *("step", "loss", "grad_norm", "lr", "step_time_s", "tokens_per_second", "mfu", "peak_memory_bytes"),
@@ -26,18 +24,11 @@ FIELDS = (
 OPTIONAL = (
     "valid_loss",
     "valid_bits_per_byte",
-    "params_norm",
-    "max_attention_logit",
-    "num_zeros_in_grad",
-    "moe",
-    "mtp_losses",
     "decoupled_lr",
     "data_stage",
     "seq_length",
     "loss_deviation",
     "spike_score",
-    "norms",
-    "source_losses",
     "save_stall_s",
     "failed_saves",
     "slowest_rank",
@@ -79,36 +70,18 @@ class Throughput:
         return tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
 
 
-class Readable(Protocol):
-    """The outcome of a step on the device (`StepOutput`)."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether `read` returns without waiting."""
-
-    def read(self) -> StepResult:
-        """The outcome on the host."""
-
-
-@dataclass(frozen=True)
-class StepClock:
-    """Times of one step."""
-
-    stopwatch: Stopwatch  # from the request of the batch to the end of the step
-    data_wait_s: float  # part of it spent waiting for data
-
-
 @dataclass
 class StepReport:
     """One line of metrics.jsonl; the evaluation hook sets `valid_loss`.
 
-    `loss`, `grad_norm`, `skipped`, `loss_scale`, `moe` and the times are read from the device when they are first used,
-    which waits for the end of the step unless `is_ready`.
+    `loss`, `grad_norm`, `skipped`, `loss_scale`, `metrics` and the times are read from the device when they are first
+    used, which waits for the end of the step unless `is_ready`.
     """
 
     step: int
-    output: Readable
-    clock: StepClock
+    output: StepOutput
+    stopwatch: Stopwatch  # from the request of the batch to the end of the step
+    data_wait_s: float  # part of it spent waiting for data
     throughput: Throughput
     lr: float
     peak_memory_bytes: int  # peak of this rank so far (allocated tensors on a GPU, the process on a CPU)
@@ -121,9 +94,6 @@ class StepReport:
     data_stage: str | None = None  # name of the stage of its data; None without data stages
     valid_loss: float | None = None  # set on steps that end with a validation
     valid_bits_per_byte: float | None = None  # of the same samples; None where the bytes of tokens are unknown
-    max_attention_logit: float | None = None  # since the last logged step; None where it is not logged
-    params_norm: float | None = None  # 2-norm of all parameters after the step; None where it is not logged
-    num_zeros_in_grad: int | None = None  # zeros in the gradients of the step; None where they are not counted
     # of the previous step: the rank that waited least for others, and how much longer the others waited on average, as
     # a share of the step time. None on one rank and on GPUs, where the host does not wait
     slowest_rank: int | None = None
@@ -135,32 +105,27 @@ class StepReport:
     @property
     def is_ready(self) -> bool:
         """Whether all numbers are on the host."""
-        return self.output.is_ready and self.clock.stopwatch.is_ready
-
-    @cached_property
-    def result(self) -> StepResult:
-        """The outcome of the step."""
-        return self.output.read()
+        return self.output.is_ready and self.stopwatch.is_ready
 
     @property
     def loss(self) -> float:
         """Mean cross-entropy over the target tokens of the global batch."""
-        return self.result.loss
+        return self.output.loss
 
     @property
     def grad_norm(self) -> float:
         """Global 2-norm before clipping."""
-        return self.result.grad_norm
+        return self.output.grad_norm
 
     @property
     def skipped(self) -> bool:
         """Whether no weight changed."""
-        return self.result.skipped
+        return self.output.skipped
 
     @property
     def loss_scale(self) -> float:
         """Factor of the loss in this step."""
-        return self.result.loss_scale
+        return self.output.loss_scale
 
     @cached_property
     def _spike(self) -> tuple[float, float] | None:
@@ -177,38 +142,14 @@ class StepReport:
         return None if self._spike is None else self._spike[1]
 
     @property
-    def source_losses(self) -> Mapping[str, float] | None:
-        """Mean loss by corpus since the last logged step; None without a blend, and between logged steps."""
-        return self.result.source_losses
-
-    @property
-    def norms(self) -> Mapping[str, Mapping[str, float]] | None:
-        """2-norms of gradients, updates and parameters by group; None where they are not measured."""
-        return self.result.norms
-
-    @cached_property
-    def moe(self) -> dict[str, Any] | None:
-        """Routing statistics over all ranks; None for a dense model.
-
-        `load` (tokens per expert by router), and means over routers of `max_load` (busiest expert relative to the
-        mean), `dropped`, `entropy`, `balance_loss` and `z_loss`.
-        """
-        return _describe_routers(self.result.router_metrics)
-
-    @property
-    def mtp_losses(self) -> list[float | None] | None:
-        """Mean cross-entropy of each layer of multi-token prediction over its target tokens; None without."""
-        return [_finite(loss) for loss in self.result.mtp_losses] or None
-
-    @property
-    def data_wait_s(self) -> float:
-        """Part of `step_time_s` spent waiting for data."""
-        return self.clock.data_wait_s
+    def metrics(self) -> dict[str, Any]:
+        """What the parts of the step report."""
+        return self.output.metrics
 
     @cached_property
     def step_time_s(self) -> float:
         """From the request of the batch to the end of the step."""
-        return self.clock.stopwatch.seconds()
+        return self.stopwatch.seconds()
 
     @property
     def tokens_per_second(self) -> float:
@@ -222,8 +163,9 @@ class StepReport:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON; numbers that are not finite become null, unset ones of `OPTIONAL` are left out."""
-        values = {name: _finite(getattr(self, name)) for name in FIELDS}
-        return values | {name: _finite(value) for name in OPTIONAL if (value := getattr(self, name)) is not None}
+        always = {name: getattr(self, name) for name in FIELDS}
+        optional = {name: value for name in OPTIONAL if (value := getattr(self, name)) is not None}
+        return {name: _finite(value) for name, value in (always | optional | self.metrics).items()}
 
 
 class UnreadReports:
@@ -250,20 +192,9 @@ class UnreadReports:
         return taken
 
 
-def _describe_routers(routers: Mapping[str, RouterMetrics]) -> dict[str, Any] | None:
-    if not routers:
-        return None
-    return {
-        "load": {name: list(router.tokens_per_expert) for name, router in routers.items()},
-        "max_load": fmean(router.max_over_mean for router in routers.values()),
-        "dropped": fmean(router.dropped_fraction for router in routers.values()),
-        "entropy": fmean(router.entropy for router in routers.values()),
-        "balance_loss": fmean(router.aux_loss for router in routers.values()),
-        "z_loss": fmean(router.z_loss for router in routers.values()),
-    }
-
-
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,6 +1,5 @@
 """Load a checkpoint into a built run; if it is damaged, fall back to an older one of the same run.
 
-    restore_parts       `restore` into the parts of a run
     restore             tensors, optimizer state and counters, from the newest intact checkpoint of the run
     changed_settings    settings that change the loss and differ from those of the checkpoint
     changed_decay       another number of steps, where it moves the learning rate
@@ -8,9 +7,8 @@
 A checkpoint named with --load is never replaced by another.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,135 +21,83 @@ from nanotrain.checkpoint.padding import vocabulary_rows
 from nanotrain.config.config import Config
 from nanotrain.config.schema import to_dict
 from nanotrain.log import get_logger
-from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import DistributedOptimizer
-from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.spec.boxes import TensorBox
-from nanotrain.train.fp8 import HISTORY, amax_histories, finish_fp8_restore, is_new_history
+from nanotrain.train.parts.part import BuiltModel, StepParts
 from nanotrain.train.resume.other_tokenizer import warn_after_restore
-from nanotrain.train.routers import router_biases
 from nanotrain.train.run import TrainState
 from nanotrain.untrusted import LARGEST, finite_number, list_of, object_of, whole_number
 
 log = get_logger(__name__)
 
-AVERAGE = "ema/"  # of the names of the moving average in a checkpoint
 BATCH_SETTINGS = (
     *("seed", "global_batch_size", "rampup_batch_size"),
     *("step_batch_size_schedule", "step_seq_length_schedule"),
 )
 
 
-@dataclass(frozen=True)
-class RunTensors:
-    """The tensors and the optimizer that a checkpoint is read into."""
-
-    targets: dict[TensorBox, Tensor]  # main params, optimizer state, expert biases of this rank
-    optimizer: DistributedOptimizer  # takes the state that is not a tensor
-
-
-@dataclass(frozen=True)
-class RunParts:
-    """The parts of a run that a checkpoint is loaded into."""
-
-    stages: Mapping[int, Stage]  # of this rank, by global index
-    data_parallel: Sequence[DataParallel]
-    optimizer: DistributedOptimizer
-
-
-def restore_parts(
-    start: Path, checkpointer: Checkpointer, *, parts: RunParts, config: Config, may_fall_back: bool
-) -> TrainState:
-    """`restore` into the parts of a run, and start the all-gather of the parameters."""
-    tensors = parts.optimizer.state_tensors() | router_biases(parts.stages)
-    tensors |= amax_histories(parts.stages)
-    into = RunTensors(tensors, parts.optimizer)
-    state = restore(start, checkpointer, into=into, config=config, may_fall_back=may_fall_back)
-    finish_fp8_restore(parts.stages)
-    for dp in parts.data_parallel:
-        dp.start_param_gather()
-    return state
-
-
 def restore(
-    start: Path, checkpointer: Checkpointer, *, into: RunTensors, config: Config, may_fall_back: bool
+    start: Path,
+    checkpointer: Checkpointer,
+    *,
+    model: BuiltModel,
+    parts: StepParts,
+    may_fall_back: bool,
+    config: Config | None = None,
 ) -> TrainState:
-    """Read a checkpoint; parameters are complete after the next all-gather. Every rank calls this.
+    """Read a checkpoint, and start the all-gather of the parameters. Every rank calls this.
 
     Args:
         start: step folder.
         checkpointer: of the run.
-        into: tensors and optimizer to fill.
-        config: compared with the one in the checkpoint; differences that change the loss are logged.
+        model: to load into.
+        parts: their tensors are read too.
         may_fall_back: whether a damaged `start` is replaced by the newest intact checkpoint in the run's folder.
+        config: compared with the one in the checkpoint; differences that change the loss are logged. None: the run's.
 
     Raises:
         DamagedCheckpoint: `start` is damaged, and no other may or can be used.
     """
+    config, optimizer = config or model.config, model.optimizer
+    weights_alone = config.checkpoint.finetune or not config.checkpoint.load_optim
+    targets = optimizer.state_tensors() | parts.tensors()
+
+    def choose(manifest: Manifest, targets: Mapping[TensorBox, Tensor]) -> dict[TensorBox, Tensor]:
+        """The tensors to read: without optimizer state if only weights are loaded."""
+        left_out = parts.missing(targets, manifest, weights_alone=weights_alone)
+        if weights_alone:
+            left_out |= {box for box in targets if box.name.startswith("optimizer/")}
+        return {box: tensor for box, tensor in targets.items() if box not in left_out}
+
     while True:
         try:
             manifest = checkpointer.restore(
-                start,
-                into.targets,
-                config=to_dict(config),
-                padded_rows=vocabulary_rows(config.model),
-                choose=partial(targets_in, config=config),
+                start, targets, config=to_dict(config), padded_rows=vocabulary_rows(config.model), choose=choose
             )
-            state = _load_state(manifest, into.optimizer, path=start, config=config)
+            state = _load_state(manifest, optimizer, path=start, config=config)
             break
         except DamagedCheckpoint as error:  # the same on every rank
             if not may_fall_back:
                 raise
             start = _fall_back(start, checkpointer, error=error)
-    _start_what_is_new(manifest, into, path=start, config=config)
-    sides = manifest.config, to_dict(config)
-    changed = changed_settings(*sides) + changed_decay(*sides)
-    if changed:
-        log.info("settings changed since the checkpoint was written: %s", "; ".join(changed))
-    converted = converted_moments(*sides)
-    if converted:
-        log.info("%s", converted)
+    missing = parts.missing(targets, manifest, weights_alone=weights_alone)
+    parts.restored(missing, checkpoint=None if weights_alone else start)
+    _log_changes(manifest.config, to_dict(config))
     warn_after_restore(manifest, config.data, path=start)
     log.info("loaded %s: step %d, %d samples consumed", start, state.step, state.consumed_samples)
+    for dp in model.data_parallel:
+        dp.start_param_gather()
     return state
 
 
-def targets_in(manifest: Manifest, targets: Mapping[TensorBox, Tensor], *, config: Config) -> dict[TensorBox, Tensor]:
-    """The tensors to read: without optimizer state if only weights are loaded, and without what the checkpoint lacks.
-
-    Args:
-        manifest: of the checkpoint, read by the first rank and sent to all.
-        targets: all tensors of the run.
-        config: whether only weights are loaded.
-    """
-    left_out: tuple[str, ...] = ()
-    if _loads_weights_alone(config):
-        left_out = ("optimizer/", AVERAGE)
-    elif not any(name.startswith(AVERAGE) for name in manifest.tensors):
-        left_out = (AVERAGE,)
-    return {
-        box: tensor
-        for box, tensor in targets.items()
-        if not box.name.startswith(left_out) and not is_new_history(box, manifest)
-    }
-
-
-def _start_what_is_new(manifest: Manifest, into: RunTensors, *, path: Path, config: Config) -> None:
-    """Start the moving average and the amax histories that were not read, and log what the checkpoint does not have."""
-    if not any(box.name.startswith(AVERAGE) for box in targets_in(manifest, into.targets, config=config)):
-        if config.optim.ema_decay is not None and not _loads_weights_alone(config):
-            log.info("%s has no moving average of the weights: it begins at the weights", path)
-        into.optimizer.average.restart()
-    histories = {box: tensor for box, tensor in into.targets.items() if box.name.startswith(HISTORY)}
-    new = [tensor for box, tensor in histories.items() if is_new_history(box, manifest)]
-    for history in new:
-        history.zero_()  # after a rollback, or the load of a damaged checkpoint, it has amaxes of later steps
-    if new:
-        log.info("%d of %d fp8 layers start with an empty amax history", len(new), len(histories))
-
-
-def _loads_weights_alone(config: Config) -> bool:
-    return config.checkpoint.finetune or not config.checkpoint.load_optim
+def _log_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Log what differs between the configurations of a checkpoint and of this run."""
+    changed = changed_settings(saved, current) + changed_decay(saved, current)
+    if changed:
+        log.info("settings changed since the checkpoint was written: %s", "; ".join(changed))
+    converted = converted_moments(saved, current)
+    if converted:
+        log.info("%s", converted)
 
 
 def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -251,7 +197,7 @@ def _load_state(manifest: Manifest, optimizer: DistributedOptimizer, *, path: Pa
         optimizer_state = _optimizer_state(manifest.objects)
     except ValueError as error:
         raise damaged(f"{path / 'manifest.json'} holds no state of a run", why=str(error), path=path) from None
-    if _loads_weights_alone(config):
+    if not config.checkpoint.load_optim:
         optimizer.finish_load()
     else:
         optimizer.load_state_dict(optimizer_state)

@@ -16,7 +16,7 @@ from statistics import median
 from nanotrain.checkpoint.store import step_folder
 from nanotrain.errors import TrainingFault
 from nanotrain.log import get_logger
-from nanotrain.train.resume.restore import RunParts, restore_parts
+from nanotrain.train.resume.restore import restore
 from nanotrain.train.run import Run, TrainState
 
 log = get_logger(__name__)
@@ -73,13 +73,11 @@ def roll_back(run: Run, checkpoint: Path) -> None:
     Raises:
         DamagedCheckpoint: it is damaged, and no older one can be used.
     """
-    for dp in run.data_parallel:
-        dp.wait_for_params()
+    run.wait_for_params()
     spike, place = max(run.state.step, run.state.spike_step), run.state.consumed_samples + run.state.skipped_samples
-    parts = RunParts(run.stages, run.data_parallel, run.optimizer)
     # --finetune and --no-load-optim apply to the first start, not to the run's own checkpoints.
     own = replace(run.config, checkpoint=replace(run.config.checkpoint, finetune=False, load_optim=True))
-    loaded = restore_parts(checkpoint, run.checkpointer, parts=parts, config=own, may_fall_back=True)
+    loaded = restore(checkpoint, run.checkpointer, model=run, parts=run.parts, may_fall_back=True, config=own)
     loaded.skipped_samples = place - loaded.consumed_samples
     loaded.spike_step, loaded.rollback_step = spike, loaded.step
     for field in fields(TrainState):

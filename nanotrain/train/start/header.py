@@ -14,7 +14,7 @@ from nanotrain.optim.lr import LRSchedule
 from nanotrain.quantities import count_of, describe_count
 from nanotrain.spec.counts import num_active_parameters, num_parameters
 from nanotrain.train.plans.plan import Plan
-from nanotrain.train.start.inputs import RunInputs
+from nanotrain.train.run import RunInputs
 
 
 def header(plan: Plan, inputs: RunInputs, *, device: str, attention: str = "", width: int = 1000) -> str:

@@ -15,7 +15,7 @@ import fcntl
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from nanotrain.config.load import Loaded
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import KEYS, config_from_dict, flat_values, plain, value_of, with_values
 from nanotrain.config.validate import check_layout, check_model
-from nanotrain.data.build import DatasetSplits, build_data, first_blend, tokenizer_of, uses_quickstart
+from nanotrain.data.build import build_data, first_blend, tokenizer_of, uses_quickstart
 from nanotrain.data.data_path import parse_data_path
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.tokenizer import load_tokenizer
@@ -43,24 +43,12 @@ from nanotrain.log import get_logger
 from nanotrain.prepare.quickstart import prepare_quickstart, user_cache
 from nanotrain.runs.files import OTHER_FOLDER, open_append
 from nanotrain.runs.folder import RunFolder
+from nanotrain.train.run import RunInputs
 
 log = get_logger(__name__)
 
 # independent of the weights, but Megatron-LM takes them from the checkpoint
 DROPOUT = ("attention_dropout", "hidden_dropout")
-
-
-@dataclass(frozen=True)
-class RunInputs:
-    """The open inputs of a run, and its folder."""
-
-    folder: RunFolder  # the run folder; it exists and is writable
-    datasets: DatasetSplits  # samples by split
-    tokenizer: str | None = None  # name or path as `load_tokenizer` takes it; None without a tokenizer
-    checkpoint: Path | None = None  # the step folder to start from; None for a new run
-    is_resumed: bool = False  # whether `checkpoint` is in the folder of this run
-    origins: Mapping[str, str] = field(default_factory=dict)  # key of the configuration -> source of its value
-    reads_checkpoint: bool = True  # False: another rank looks for it, and `require_same_start` sets it
 
 
 def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Config, RunInputs]:

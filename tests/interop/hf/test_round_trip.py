@@ -20,7 +20,7 @@ from nanotrain.interop.hf.import_weights import import_hf
 from nanotrain.runs.folder import RunFolder
 from nanotrain.train.build import build_run
 from nanotrain.train.plans.plan import plan_run
-from nanotrain.train.start.inputs import RunInputs
+from nanotrain.train.run import RunInputs
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.interop.hf.reference import CONFIG_CLASSES, CONFIGS, reference
 from tests.laws.test_any_topology import save_step

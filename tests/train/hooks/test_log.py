@@ -40,7 +40,9 @@ LINES = {
 
 @pytest.mark.parametrize("width", LINES)
 def test_a_line_says_everything_once_and_the_important_parts_on_a_narrow_terminal(width):
-    line = describe([report_of(5, mfu=0.415, moe=MOE, valid_loss=2.0)], train_iters=9, num_devices=4, width=width)
+    line = describe(
+        [report_of(5, mfu=0.415, metrics={"moe": MOE}, valid_loss=2.0)], train_iters=9, num_devices=4, width=width
+    )
     assert line == LINES[width]
 
 

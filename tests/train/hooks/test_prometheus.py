@@ -37,7 +37,7 @@ def test_the_newest_numbers_are_served(tmp_path, monkeypatch):
     hook.before_training(run)
     port = hook._server.server_port
     for step, loss in ((1, 3.0), (2, 2.5)):
-        hook.after_step(run, report_of(step, loss=loss, moe={"max_load": 1.5, "load": {"0": [1, 2]}}))
+        hook.after_step(run, report_of(step, loss=loss, metrics={"moe": {"max_load": 1.5, "load": {"0": [1, 2]}}}))
     page = urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_S).read().decode()
     hook.close(failed=False)
     assert 'nanotrain_loss{run="llama"} 2.5' in page and 'nanotrain_moe_max_load{run="llama"} 1.5' in page

@@ -145,7 +145,7 @@ def test_tokens_per_expert_are_histograms(tmp_path):
     wandb._histogram = list
     wandb._run = SimpleNamespace(log=lambda values, step: written.append(values), finish=lambda exit_code: None)
     hook._trackers = {"tensorboard": board, "wandb": wandb}
-    hook.after_step(run, report_of(1, moe={"max_load": 1.5, "load": {"layers.1": [10, 30, 20, 4]}}))
+    hook.after_step(run, report_of(1, metrics={"moe": {"max_load": 1.5, "load": {"layers.1": [10, 30, 20, 4]}}}))
     hook.close(failed=False)
     assert written[0]["moe_load/layers.1"] == [10, 30, 20, 4] and written[0]["moe_max_load"] == 1.5
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

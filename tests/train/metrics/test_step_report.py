@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,8 @@ from nanotrain.spec.counts import flops_per_token
 from nanotrain.spec.shape import ModelShape
 from nanotrain.train.hooks.log import LogHook
 from nanotrain.train.metrics.step_report import Throughput, UnreadReports
-from nanotrain.train.step import StepResult
+from nanotrain.train.parts.part import StepPart, StepParts
+from nanotrain.train.step import StepOutput
 from tests.train.small_run import KnownOutput, metrics_of, report_of, small_run, train
 
 FIELDS = [
@@ -66,11 +68,23 @@ def test_mfu_of_a_known_case():
 
 
 def test_a_report_reads_its_step_once_and_when_it_is_used():
-    output = KnownOutput(StepResult(loss=1.5, grad_norm=0.5, lr=1e-3, num_samples=4, skipped=True, loss_scale=8.0))
+    reads = []
+
+    class Copy:
+        def read(self) -> list[float]:
+            return reads.append(1) or [3.0, 0.5, 1.0, 8.0, 6.0]
+
+    class Count(StepPart):
+        def metrics(self, numbers: Sequence[float]) -> dict[str, float]:
+            return {"count": numbers[0]}
+
+    parts = StepParts({"none": StepPart(), "count": Count()}, context=None)
+    sizes = {"none": 0, "count": 1}
+    output = StepOutput(Copy(), sizes, parts, num_tokens=2, num_samples=4, lr=1e-3, decoupled_lr=None)
     report = report_of(7, output=output, step_time_s=0.25, tokens_per_second=400.0, mfu=0.5)
-    assert output.num_reads == 0
+    assert not reads
     row = report.to_json()
-    assert output.num_reads == 1
+    assert len(reads) == 1 and row["count"] == 6.0
     expected = {"step": 7, "loss": 1.5, "grad_norm": 0.5, "skipped": True, "loss_scale": 8.0, "mfu": 0.5}
     assert {name: row[name] for name in expected} == expected
     assert row["tokens_per_second"] == 400.0
@@ -78,14 +92,10 @@ def test_a_report_reads_its_step_once_and_when_it_is_used():
 
 def test_reports_that_are_not_ready_are_read_at_a_logged_step_only_and_in_order():
     unread = UnreadReports()
-    outputs = [
-        KnownOutput(StepResult(1.0, 1.0, 1e-3, num_samples=4, skipped=False), is_ready=ready)
-        for ready in (False, True, False)
-    ]
+    outputs = [KnownOutput(is_ready=ready) for ready in (False, True, False)]
     reports = [report_of(step, output=output, is_logged=False) for step, output in enumerate(outputs)]
     assert [unread.take(report) for report in reports] == [[], [], []], "the second waits for the first"
     outputs[0].is_ready = True
     assert unread.take_ready() == reports[:2]
     last = report_of(4)
     assert unread.take(last) == [reports[2], last] and unread.take_all() == []
-    assert not any(output.num_reads for output in outputs)

@@ -18,7 +18,7 @@ from nanotrain.comm.collectives import barrier
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.errors import CheckpointError
 from nanotrain.train.hooks.checkpoint import CheckpointHook
-from nanotrain.train.resume.restore import RunParts, changed_decay, changed_settings, restore_parts
+from nanotrain.train.resume.restore import changed_decay, changed_settings, restore
 from nanotrain.train.resume.rollback import roll_back
 from tests.harness import run_ranks
 from tests.train.small_run import small_run, train
@@ -212,10 +212,8 @@ def test_what_is_named_with_load_is_never_replaced(folder: Path) -> None:
         with pytest.raises(DamagedCheckpoint, match="crc32"), small_run(other, "--load", str(load)):
             pass
     # nor where the run has older ones
-    with small_run(folder) as run:
-        parts = RunParts(run.stages, run.data_parallel, run.optimizer)
-        with pytest.raises(DamagedCheckpoint, match="crc32"):
-            restore_parts(step(folder, 3), run.checkpointer, parts=parts, config=run.config, may_fall_back=False)
+    with small_run(folder) as run, pytest.raises(DamagedCheckpoint, match="crc32"):
+        restore(step(folder, 3), run.checkpointer, model=run, parts=run.parts, may_fall_back=False)
 
 
 def test_a_run_without_a_sound_checkpoint_is_one_error_with_the_cure(folder: Path) -> None:
@@ -267,9 +265,8 @@ def load_twice(ctx: ParallelContext, folder: Path, saved: Path) -> list[str]:
         if ctx.rank == 0:  # all ranks are threads of this process
             store.read_manifest = count
         barrier(ctx.control)
-        parts = RunParts(run.stages, run.data_parallel, run.optimizer)
         checkpoint = step(saved, 2)
-        restored = restore_parts(checkpoint, run.checkpointer, parts=parts, config=run.config, may_fall_back=False)
+        restored = restore(checkpoint, run.checkpointer, model=run, parts=run.parts, may_fall_back=False)
         roll_back(run, checkpoint)
         assert (restored.step, run.state.step) == (2, 2)
     return readers

@@ -22,8 +22,9 @@ from nanotrain.prepare.quickstart import QuickStart
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.plans.plan import plan_run
+from nanotrain.train.run import RunInputs
 from nanotrain.train.start import inputs as inputs_module
-from nanotrain.train.start.inputs import RunInputs, _file_lock, open_inputs
+from nanotrain.train.start.inputs import _file_lock, open_inputs
 from tests.config.asking import config_of
 from tests.train.small_run import QUIET, SEQ_LENGTH, inputs_of, small_run, train
 

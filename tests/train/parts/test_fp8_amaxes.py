@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nanotrain.checkpoint.store import read_manifest
-from nanotrain.model.fp8 import fp8_layers
 from nanotrain.train.hooks.checkpoint import CheckpointHook
+from nanotrain.train.parts.fp8_amaxes import fp8_layers
 from nanotrain.train.resume.rollback import roll_back
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
@@ -72,10 +72,10 @@ def test_a_step_that_overflows_is_skipped_and_leaves_the_history(tmp_path: Path)
         weight = run.stages[0].get_parameter("layers.0.mlp.up.weight")
         kept = weight.data.clone()
         weight.data[0, 0] = float("inf")
-        assert train_step(run, batch).read().skipped
+        assert train_step(run, batch).skipped
         weight.data.copy_(kept)
         assert all(history.isfinite().all() for history in histories(run).values())
-        assert not train_step(run, batch).read().skipped
+        assert not train_step(run, batch).skipped
 
 
 def falling_losses(folder: Path, *arguments: str) -> list[float]:
@@ -85,7 +85,7 @@ def falling_losses(folder: Path, *arguments: str) -> list[float]:
     ) as run:
         batch = run.batch_iterator.next()
         assert batch is not None
-        return [train_step(run, batch).read().loss for _ in range(20)]
+        return [train_step(run, batch).loss for _ in range(20)]
 
 
 def test_training_follows_that_of_bf16(tmp_path: Path) -> None:

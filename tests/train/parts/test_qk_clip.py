@@ -11,12 +11,12 @@ from nanotrain.memory.recompute import Recompute
 from nanotrain.model.context import BatchContext
 from nanotrain.model.init import initialize
 from nanotrain.model.parallel import ModelParallel
-from nanotrain.model.qk_clip import collect_factors, logits_of, row_factors
 from nanotrain.model.transformer import Stage
 from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.params import LocalParam
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec
+from nanotrain.train.parts.qk_clip import collect_factors, logits_of, row_factors
 from tests.harness import ranks
 from tests.model.building import GPT2, LLAMA, give_storage, random_batch, randomize
 from tests.model.test_mla import DIRECT, LATENT

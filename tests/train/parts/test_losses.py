@@ -1,6 +1,6 @@
 """Losses by corpus are those of its samples by hand, in every layout, over the steps between two logged ones."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -15,7 +15,7 @@ from nanotrain.data.blend import BlendedDataset
 from nanotrain.data.build import build_data, source_names
 from nanotrain.model.context import BatchContext
 from nanotrain.prepare.token_writer import TokenWriter
-from nanotrain.train.metrics.source_losses import SourceLosses
+from nanotrain.train.parts.losses import SourceLosses
 from nanotrain.train.step import train_step
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.worlds import GLOBAL_BATCH, Case, UnevenDataset, build_here
@@ -46,7 +46,7 @@ def losses_of(ctx: ParallelContext, case: Case) -> list[dict[str, float] | None]
     run.batches.dataset = DATA
     run.batches.restart(consumed_samples=0, skipped_samples=0)
     heads = [stage.head for stage in run.stages.values() if stage.head is not None]
-    run = replace(run, source_losses=SourceLosses(source_names(DATA), heads=heads, device=ctx.device))
+    run.parts.by_name["source_losses"] = SourceLosses(source_names(DATA), heads=heads, device=ctx.device)
     found: list[dict[str, float] | None] = []
     sums = np.zeros((2, 2))
     for step in range(2):
@@ -54,7 +54,7 @@ def losses_of(ctx: ParallelContext, case: Case) -> list[dict[str, float] | None]
             sums += by_hand(run.stages[0], range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH))
         batch = run.batch_iterator.next()
         assert batch is not None
-        found.append(train_step(run, batch, is_logged=step == 1).read().source_losses)
+        found.append(train_step(run, batch, is_logged=step == 1).metrics.get("source_losses"))
     if ctx.topology.world_size == 1:
         found.append(dict(zip(source_names(DATA), sums[0] / sums[1], strict=True)))
     return found

@@ -1,5 +1,7 @@
-"""Norms by group are those by hand, of every layout alike, and sum to the norms of the whole model."""
+"""Norms are those by hand, of every layout alike; those by group sum to the norms of the whole model."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,13 +9,14 @@ import torch
 from torch import Tensor
 
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.optim.group_norms import KINDS
 from nanotrain.train.hooks.log import LogHook
 from nanotrain.train.hooks.track import TrackHook
-from nanotrain.train.step import StepResult, train_step
+from nanotrain.train.parts.norms import KINDS
+from nanotrain.train.step import train_step
 from tests.harness import SHORT_NAMES, run_ranks
+from tests.laws.command_line import arguments, run_command_lines
 from tests.laws.worlds import GLOBAL_BATCH, Case, build_here
-from tests.train.small_run import metrics_of, small_run, train
+from tests.train.small_run import Spy, metrics_of, small_run, train
 
 MOE = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "qk_layernorm": True}
 GROUPS = ["embedding", "norms", "attention", "mlp", "experts", "head"]
@@ -34,8 +37,8 @@ def case_of(sizes: dict[str, Any], micro_batch_size: int, model: dict[str, Any])
     )
 
 
-def step_of(ctx: ParallelContext, case: Case) -> tuple[StepResult, dict[str, dict[str, float]]]:
-    """The result of one step, and the norms of this rank's full tensors by hand, from before and after it."""
+def step_of(ctx: ParallelContext, case: Case) -> tuple[float, dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+    """The gradient norm and the norms of one step, and those of this rank's full tensors by hand, before and after."""
     run = build_here(ctx, case)
 
     def params() -> dict[str, Tensor]:
@@ -43,7 +46,7 @@ def step_of(ctx: ParallelContext, case: Case) -> tuple[StepResult, dict[str, dic
 
     before, batch = params(), run.batch_iterator.next()
     assert batch is not None
-    result = train_step(run, batch).read()
+    result = train_step(run, batch)
     for dp in run.data_parallel:
         dp.wait_for_params()
     after = params()
@@ -52,7 +55,7 @@ def step_of(ctx: ParallelContext, case: Case) -> tuple[StepResult, dict[str, dic
         kind: {group: norm_of([each[name] for name in each if group_of(name) == group]) for group in GROUPS}
         for kind, each in tensors.items()
     }
-    return result, by_hand
+    return result.grad_norm, result.metrics["norms"], by_hand
 
 
 def norm_of(tensors: list[Tensor]) -> float:
@@ -70,19 +73,19 @@ def group_of(name: str) -> str:
 
 @pytest.mark.parametrize("model", [UNTIED, {}], ids=["experts", "tied"])
 def test_every_layout_has_the_norms_of_one_rank_which_are_those_by_hand(model: dict[str, Any]) -> None:
-    ((single, by_hand),) = run_ranks(1, step_of, case_of({}, GLOBAL_BATCH, model), threads=True)
-    assert single.norms is not None and list(single.norms) == list(KINDS)
+    ((grad_norm, single, by_hand),) = run_ranks(1, step_of, case_of({}, GLOBAL_BATCH, model), threads=True)
+    assert list(single) == list(KINDS)
     expected = {name: norm for name, norm in by_hand["param"].items() if norm}
-    assert single.norms["param"] == pytest.approx(expected, rel=1e-5) and len(expected) == (6 if model else 4)
-    assert single.norms["update"] == pytest.approx({name: by_hand["update"][name] for name in expected}, rel=1e-4)
-    whole = sum(norm**2 for norm in single.norms["grad"].values()) ** 0.5
-    assert whole == pytest.approx(single.grad_norm, rel=1e-6), "before clipping"
+    assert single["param"] == pytest.approx(expected, rel=1e-5) and len(expected) == (6 if model else 4)
+    assert single["update"] == pytest.approx({name: by_hand["update"][name] for name in expected}, rel=1e-4)
+    whole = sum(norm**2 for norm in single["grad"].values()) ** 0.5
+    assert whole == pytest.approx(grad_norm, rel=1e-6), "before clipping"
     for num_ranks, sizes in LAYOUTS if model else LAYOUTS[:2]:
         axes = {name: value for name, value in sizes.items() if name != "sequence_parallel"}
         results = run_ranks(num_ranks, step_of, case_of(sizes, 3, model), threads=True, **axes)
-        for result, _ in results:
+        for _, norms, _ in results:
             for kind in KINDS:
-                assert result.norms[kind] == pytest.approx(single.norms[kind], rel=1e-3), (sizes, kind)
+                assert norms[kind] == pytest.approx(single[kind], rel=1e-3), (sizes, kind)
 
 
 def test_only_logged_steps_measure_and_the_files_name_them(tmp_path, monkeypatch):
@@ -106,3 +109,38 @@ def test_only_logged_steps_measure_and_the_files_name_them(tmp_path, monkeypatch
     assert sum(norm**2 for norm in grads.values()) ** 0.5 == pytest.approx(rows[1]["grad_norm"], rel=1e-5)
     assert written[2]["norms/update/attention"] == rows[1]["norms"]["update"]["attention"] > 0
     assert torch.isfinite(torch.tensor(list(rows[3]["norms"]["param"].values()))).all()
+
+
+LOGGED = "--log-params-norm --log-num-zeros-in-grad --log-max-attention-logit"
+
+
+def test_the_norm_of_all_and_the_zeros_are_those_by_hand(tmp_path: Path) -> None:
+    spy = Spy()
+    with small_run(tmp_path, "--train-iters", "1", *LOGGED.split()) as run:
+        train(run, spy)
+        params = [param for stage in run.stages.values() for param in stage.parameters()]
+        grads = [grad for state in run.optimizer._states for grad in [state.grads]]
+        gaps = sum(grad.numel() for grad in grads) - sum(param.numel() for param in params)
+        zeros = sum(int((grad == 0).sum()) for grad in grads)
+    assert gaps > 0 and spy.reports[0].metrics["num_zeros_in_grad"] == zeros - gaps > 0
+    norm = torch.cat([param.detach().double().flatten() for param in params]).norm().item()
+    assert spy.reports[0].metrics["params_norm"] == pytest.approx(norm, rel=1e-6)
+
+
+def test_layouts_agree_on_the_norm_of_all_the_zeros_and_the_largest_logit(tmp_path: Path) -> None:
+    steps, tp = (
+        "--train-iters 2 --micro-batch-size 2 --log-interval 1",
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+    )
+    tp += " --data-parallel-sharding-strategy optim_grads"
+    run_ranks(1, run_command_lines, arguments(tmp_path / "one", steps, LOGGED))
+    run_ranks(4, run_command_lines, arguments(tmp_path / "four", steps, LOGGED, tp), tp=2, strategy="optim_grads")
+    one, four = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "four")
+    )
+    for row, expected in zip(four, one, strict=True):
+        assert row["params_norm"] == pytest.approx(expected["params_norm"], rel=1e-6)
+        assert row["num_zeros_in_grad"] == expected["num_zeros_in_grad"] > 0
+        assert row["max_attention_logit"] == pytest.approx(expected["max_attention_logit"], rel=1e-4)
+    assert one[0]["max_attention_logit"] != one[1]["max_attention_logit"], "each logged step starts anew"

@@ -1,0 +1,98 @@
+"""Delayed scaling in fp8: the amaxes of every step are appended to histories, which checkpoints keep."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from nanotrain.checkpoint.manifest import Manifest
+from nanotrain.comm.collectives import all_reduce
+from nanotrain.comm.group import Group
+from nanotrain.kernels.fp8.layer import Fp8Layer
+from nanotrain.log import get_logger
+from nanotrain.model.transformer import Stage
+from nanotrain.optim.distributed import Update
+from nanotrain.spec.boxes import TensorBox
+from nanotrain.train.parts.part import BuiltModel, StepPart
+
+log = get_logger(__name__)
+
+PREFIX = "fp8/"  # of the names of the histories in a checkpoint
+
+
+class Fp8Amaxes(StepPart):
+    """The amax histories of this rank's stages, equal on all ranks of a stage.
+
+    Args:
+        stages: of this rank.
+        groups: reduced over one after the other; together they span all ranks of a stage: tp and dp_cp.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage], groups: tuple[Group, ...]) -> None:
+        self._stages, self._groups = stages, groups
+
+    @classmethod
+    def of(cls, model: BuiltModel) -> Self | None:
+        """The histories of a run in fp8."""
+        if model.config.precision.fp8_format is None:
+            return None
+        return cls(model.stages, (model.context.group("tp"), model.context.group("dp_cp")))
+
+    def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
+        for stage in self._stages.values():
+            update_amax_histories(stage, self._groups)
+        return sums
+
+    def tensors(self) -> dict[TensorBox, Tensor]:
+        return {
+            TensorBox.full(f"{PREFIX}{name}.amax_history", layer.history.shape): layer.history
+            for name, layer in self._layers().items()
+            if layer.history is not None
+        }
+
+    def missing(
+        self, targets: Collection[TensorBox], manifest: Manifest, *, weights_alone: bool
+    ) -> Collection[TensorBox]:
+        """Histories that the checkpoint lacks, as after a run in bf16 or with another length."""
+        saved = manifest.tensors
+        return [box for box in self.tensors() if box.name not in saved or saved[box.name].shape != box.shape]
+
+    def restored(self, missing: Collection[TensorBox], *, checkpoint: Path | None) -> None:
+        """Empty the histories that were not read, and let every layer check whether its history has values."""
+        histories = self.tensors()
+        new = [history for box, history in histories.items() if box in missing]
+        for history in new:
+            history.zero_()  # after a rollback, or the load of a damaged checkpoint, it has amaxes of later steps
+        if new:
+            log.info("%d of %d fp8 layers start with an empty amax history", len(new), len(histories))
+        for layer in self._layers().values():
+            layer.restored()
+
+    def _layers(self) -> dict[str, Fp8Layer]:
+        return {name: layer for stage in self._stages.values() for name, layer in fp8_layers(stage).items()}
+
+
+def fp8_layers(stage: nn.Module) -> dict[str, Fp8Layer]:
+    """The layers of a stage that keep an amax history, by name ("layers.3.mlp.up.fp8"), in order."""
+    modules = stage.named_modules()
+    return {name: layer for name, layer in modules if isinstance(layer, Fp8Layer) and layer.history is not None}
+
+
+def update_amax_histories(stage: nn.Module, groups: tuple[Group, ...]) -> None:
+    """Append the amaxes of a step to the histories of a stage; one collective per group.
+
+    Args:
+        stage: the same on every rank of the groups.
+        groups: reduced over one after the other.
+    """
+    layers = list(fp8_layers(stage).values())
+    if not layers:
+        return
+    parts = [layer.step_amax for layer in layers if layer.step_amax is not None]
+    total = torch.cat([part.flatten() for part in parts])
+    for group in groups:
+        all_reduce(total, group, op="max")
+    for layer, amax in zip(layers, total.split([part.numel() for part in parts]), strict=True):
+        layer.update(amax.view(3, -1))

@@ -1,0 +1,109 @@
+"""Losses besides that of the model: of each layer of multi-token prediction, and on each corpus of a blend."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from nanotrain.comm.group import Group
+from nanotrain.config.config import ModelConfig
+from nanotrain.data.batch import Batch
+from nanotrain.data.build import source_names
+from nanotrain.model.mtp import MTPLayer
+from nanotrain.model.transformer import Head
+from nanotrain.optim.distributed import Update
+from nanotrain.train.batches import GlobalBatch
+from nanotrain.train.parts.part import BuiltModel, StepPart
+
+
+class MTPLosses(StepPart):
+    """The losses of multi-token prediction: scaled in the forward pass by global token counts, and reported.
+
+    Args:
+        model_config: of the model.
+        layers: layers of multi-token prediction on this rank; none where it is not on the last stage.
+        tp: the tensor-parallel group, whose ranks have equal losses.
+        device: of the sums.
+    """
+
+    def __init__(
+        self, model_config: ModelConfig, layers: Sequence[MTPLayer], *, tp: Group, device: torch.device
+    ) -> None:
+        self._layers, self._tp, self._device = layers, tp, device
+        self._num_layers, self._factor = model_config.mtp.num_layers or 0, model_config.mtp.loss_scaling_factor
+        self._num_tokens: list[int] = []  # target tokens of each layer in this step
+
+    @classmethod
+    def of(cls, model: BuiltModel) -> Self | None:
+        """The losses of a model with layers of multi-token prediction."""
+        if not model.plan.shape.num_mtp_layers:
+            return None
+        layers = [layer for stage in model.stages.values() for layer in stage.mtp_layers]
+        return cls(model.config.model, layers, tp=model.context.group("tp"), device=model.context.device)
+
+    def prepare(self, batch: Batch) -> Batch:
+        return batch.with_mtp(self._num_layers)
+
+    def counts(self, batches: Sequence[Batch]) -> list[float]:
+        """Target tokens of each layer."""
+        depths = range(self._num_layers)
+        return [sum(float(batch.mtp[depth].num_target_tokens) for batch in batches) for depth in depths]
+
+    def context(self, batch: GlobalBatch, counts: Sequence[float]) -> dict[str, Any]:
+        """The factors of the summed losses, in the units of the model's summed loss.
+
+        Each layer's loss is a mean over its own target tokens, and the mean over layers is scaled.
+        """
+        self._num_tokens = [max(round(count), 1) for count in counts]
+        factor, total = self._factor / self._num_layers, max(batch.num_target_tokens, 1)
+        return {"mtp_scales": tuple(factor * total / num_tokens for num_tokens in self._num_tokens)}
+
+    def sums(self, *, is_logged: bool) -> Tensor:
+        none = torch.zeros(self._num_layers, dtype=torch.float64, device=self._device)
+        sums = torch.stack([layer.loss_sum for layer in self._layers]) if self._layers else none
+        for layer in self._layers:
+            layer.loss_sum.zero_()
+        return sums if self._tp.is_first else none
+
+    def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
+        return torch.stack([total / num_tokens for total, num_tokens in zip(sums, self._num_tokens, strict=True)])
+
+    def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
+        return {"mtp_losses": list(numbers)}
+
+
+class SourceLosses(StepPart):
+    """The mean loss on each corpus since the last logged step.
+
+    Args:
+        names: of the corpora, in the order of `Batch.source_ids`.
+        heads: of this rank's stages; they add to the sums in the forward passes of training.
+        device: of the sums.
+    """
+
+    def __init__(self, names: Sequence[str], *, heads: Iterable[Head], device: torch.device) -> None:
+        self._names = tuple(names)
+        self._sums = torch.zeros(2, len(names), dtype=torch.float64, device=device)  # losses, target tokens
+        for head in heads:
+            head.source_sums = self._sums
+
+    @classmethod
+    def of(cls, model: BuiltModel) -> Self | None:
+        """The losses of a run on a blend of corpora."""
+        names = source_names(model.dataset)
+        heads = [stage.head for stage in model.stages.values() if stage.head is not None]
+        return cls(names, heads=heads, device=model.context.device) if names else None
+
+    def sums(self, *, is_logged: bool) -> Tensor | None:
+        if not is_logged:
+            return None
+        taken = self._sums.flatten().clone()
+        self._sums.zero_()
+        return taken
+
+    def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
+        """The mean loss of every corpus that had target tokens."""
+        sums, tokens = numbers[: len(self._names)], numbers[len(self._names) :]
+        means = {name: loss / count for name, loss, count in zip(self._names, sums, tokens, strict=True) if count}
+        return {"source_losses": means}

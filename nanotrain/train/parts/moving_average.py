@@ -1,0 +1,53 @@
+"""`--ema-decay`: the moving average of the weights (`optim/ema.py`), after every update."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Self
+
+from torch import Tensor
+
+from nanotrain.checkpoint.manifest import Manifest
+from nanotrain.log import get_logger
+from nanotrain.optim.distributed import Update
+from nanotrain.optim.ema import WeightAverage
+from nanotrain.spec.boxes import TensorBox
+from nanotrain.train.parts.part import BuiltModel, StepPart
+
+log = get_logger(__name__)
+
+PREFIX = "ema/"  # of the names in a checkpoint, where the average is among the tensors of the optimizer
+
+
+class MovingAverage(StepPart):
+    """Adds the main params of every step to their average.
+
+    Args:
+        average: of the optimizer.
+    """
+
+    def __init__(self, average: WeightAverage) -> None:
+        self._average = average
+
+    @classmethod
+    def of(cls, model: BuiltModel) -> Self | None:
+        """The average of a run with `--ema-decay`."""
+        return None if model.config.optim.ema_decay is None else cls(model.optimizer.average)
+
+    def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
+        self._average.update(update.skipped)
+        return sums
+
+    def missing(
+        self, targets: Collection[TensorBox], manifest: Manifest, *, weights_alone: bool
+    ) -> Collection[TensorBox]:
+        """All of it, if only weights are loaded or the checkpoint has none."""
+        if not weights_alone and any(name.startswith(PREFIX) for name in manifest.tensors):
+            return ()
+        return [box for box in targets if box.name.startswith(PREFIX)]
+
+    def restored(self, missing: Collection[TensorBox], *, checkpoint: Path | None) -> None:
+        """Begin at the loaded weights."""
+        if any(box.name.startswith(PREFIX) for box in missing):
+            if checkpoint is not None:
+                log.info("%s has no moving average of the weights: it begins at the weights", checkpoint)
+            self._average.restart()

@@ -1,0 +1,117 @@
+"""Norms at logged steps, equal in every layout; every element is counted on one rank.
+
+ParamsNorm   `--log-params-norm`, `--log-num-zeros-in-grad`: of all parameters after the step, and of its gradients
+GroupNorms   `--log-norms-by-group`: 2-norms of gradients, updates and parameters by group of parameters
+
+groups    embedding, attention, mlp (with routers), experts, norms, head, mtp (multi-token prediction)
+grad      the summed gradients before clipping
+update    the change of the main params, from a copy that exists during the step only
+param     the main params after the step
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from nanotrain.comm.collectives import all_reduce
+from nanotrain.comm.group import Group
+from nanotrain.optim.distributed import DistributedOptimizer, Update, squared_norm
+from nanotrain.spec.boxes import TensorBox
+from nanotrain.spec.parameters import declare_model
+from nanotrain.spec.params import ParamSpec
+from nanotrain.train.parts.part import BuiltModel, StepPart
+
+KINDS = ("grad", "update", "param")
+Boxes = Mapping[TensorBox, Tensor]
+
+
+class ParamsNorm(StepPart):
+    """The norm of the main params and the number of zeros in the gradients.
+
+    Args:
+        model: built.
+    """
+
+    def __init__(self, model: BuiltModel) -> None:
+        self._train, self._optimizer, self._context = model.config.train, model.optimizer, model.context
+
+    @classmethod
+    def of(cls, model: BuiltModel) -> Self | None:
+        """The numbers of a run that logs one of them."""
+        train = model.config.train
+        return cls(model) if train.log_params_norm or train.log_num_zeros_in_grad else None
+
+    def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
+        if not is_logged:
+            return sums
+        device = self._context.device
+        mains = self._optimizer.tensors_to_save(only="model").values()
+        squares = squared_norm([tensor.detach().to(device).flatten() for tensor in mains], device=device)
+        total = torch.stack([squares, self._optimizer.num_zero_grads()])
+        all_reduce(total, self._context.group("world"))
+        return torch.stack([total[0].sqrt(), total[1]])
+
+    def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
+        norm = {"params_norm": numbers[0]} if self._train.log_params_norm else {}
+        zeros = {"num_zeros_in_grad": round(numbers[1])} if self._train.log_num_zeros_in_grad else {}
+        return norm | zeros
+
+
+class GroupNorms(StepPart):
+    """Norms by group of parameters.
+
+    Args:
+        optimizer: of this rank.
+        specs: every parameter of the whole model.
+        world: all ranks.
+        device: of the results.
+    """
+
+    def __init__(
+        self, optimizer: DistributedOptimizer, specs: Iterable[ParamSpec], *, world: Group, device: torch.device
+    ) -> None:
+        self._optimizer, self._world, self._device = optimizer, world, device
+        self._group_of = {spec.name: spec.group for spec in specs}
+        self._groups = tuple(dict.fromkeys(self._group_of.values()))  # in the order of the model
+        self._before: dict[TensorBox, Tensor] = {}  # main params before the update
+
+    @classmethod
+    def of(cls, model: BuiltModel) -> Self | None:
+        """The norms of a run that logs them."""
+        if not model.config.train.log_norms_by_group:
+            return None
+        world, device = model.context.group("world"), model.context.device
+        return cls(model.optimizer, declare_model(model.plan.shape), world=world, device=device)
+
+    def sums(self, *, is_logged: bool) -> Tensor | None:
+        """[groups], squares of the reduced gradients, which the update multiplies; copies the main params."""
+        if not is_logged:
+            return None
+        self._before = {box: tensor.clone() for box, tensor in self._params().items()}
+        return self._squares(self._optimizer.grad_tensors(once=True))
+
+    def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
+        """[kinds * groups] fp64; not finite for the gradients of a skipped step."""
+        if not is_logged:
+            return sums
+        params = self._params()
+        updates = {box: tensor - self._before[box] for box, tensor in params.items()}
+        self._before = {}
+        squares = torch.cat([self._squares(updates), self._squares(params)])
+        all_reduce(squares, self._world)
+        return torch.cat([sums.sqrt() / update.loss_scale, squares.sqrt()])
+
+    def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
+        values = iter(numbers)
+        return {"norms": {kind: {group: next(values) for group in self._groups} for kind in KINDS}}
+
+    def _params(self) -> Boxes:
+        return self._optimizer.tensors_to_save(only="model")
+
+    def _squares(self, tensors: Boxes) -> Tensor:
+        of_group: dict[str, list[Tensor]] = {group: [] for group in self._groups}
+        for box, tensor in tensors.items():
+            of_group[self._group_of[box.name.removeprefix("model/")]].append(tensor.detach().flatten())
+        return torch.stack([squared_norm(each, device=self._device) for each in of_group.values()]).double()

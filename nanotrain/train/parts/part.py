@@ -1,0 +1,199 @@
+"""`StepPart`: what one feature adds to every training step. `StepParts`: the parts of a run, called as one.
+
+    prepare, counts             before the step: the microbatches as they are read, and what all ranks count in them
+    context                     what the forward passes read besides the batch
+    sums                        gradients are reduced: this rank's part of sums that join the step's one all-reduce
+    after_update                after the update rule, before the all-gather of parameters
+    metrics                     on the host, once the step is read
+    tensors, missing, restored  in checkpoints
+
+Between `prepare` and `metrics` nothing may wait for the device (law L10).
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanotrain.checkpoint.manifest import Manifest
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import Config
+from nanotrain.data.batch import Batch, SampleDataset
+from nanotrain.model.transformer import Stage
+from nanotrain.optim.distributed import DistributedOptimizer, Update
+from nanotrain.parallel.dp.data_parallel import DataParallel
+from nanotrain.parallel.pp.executor import RunnableStage
+from nanotrain.spec.boxes import TensorBox
+from nanotrain.topology.groups import GroupName
+from nanotrain.train.batches import GlobalBatch
+from nanotrain.train.plans.plan import Plan
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """This rank's stages and optimizer: what parts are built from and a checkpoint is loaded into."""
+
+    plan: Plan  # what was built
+    context: ParallelContext  # device and process groups
+    dataset: SampleDataset  # training samples
+    stages: Mapping[int, Stage]  # this rank's part of the model, by global stage index
+    runnable: Mapping[int, RunnableStage]  # the same stages as the pipeline executor takes them
+    # flat parameter and gradient storage, and gradient reduction; dense and expert, per stage
+    data_parallel: tuple[DataParallel, ...]
+    optimizer: DistributedOptimizer  # main params and moments of this rank's shard
+
+    @property
+    def config(self) -> Config:
+        """The complete configuration."""
+        return self.plan.config
+
+
+class StepPart:
+    """Base class; subclasses override what they need. Every rank calls every method of every part, in order.
+
+    Attributes:
+        replicated_over: groups whose ranks hold equal `tensors`; the first rank of all of them saves.
+    """
+
+    replicated_over: tuple[GroupName, ...] = ("tp", "dp_cp")  # the ranks of a stage
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Change a microbatch on the host, before it is split over ranks."""
+        return batch
+
+    def counts(self, batches: Sequence[Batch]) -> list[float]:
+        """Numbers that are summed over all ranks before the step; as many for no microbatches, as after an error."""
+        return []
+
+    def context(self, batch: GlobalBatch, counts: Sequence[float]) -> dict[str, Any]:
+        """Fields of `BatchContext` for all microbatches of a step.
+
+        Args:
+            batch: the global batch.
+            counts: the sums of `counts` over all ranks.
+        """
+        return {}
+
+    def sums(self, *, is_logged: bool) -> Tensor | None:
+        """[n] fp64, this rank's part of sums over all ranks; called once all gradients are reduced.
+
+        Args:
+            is_logged: whether the step is logged: what is measured for the log is measured then.
+        """
+        return None
+
+    def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
+        """Act between the update rule and the all-gather of parameters.
+
+        Args:
+            update: the result of the optimizer step.
+            sums: the sums of `sums` over all ranks; empty without them.
+            is_logged: as for `sums`.
+
+        Returns:
+            [m] the numbers that `metrics` reads; empty for none.
+        """
+        return sums
+
+    def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
+        """Entries of the step in metrics.jsonl, from the result of `after_update`; not called without numbers."""
+        return {}
+
+    def tensors(self) -> dict[TensorBox, Tensor]:
+        """This rank's tensors in a checkpoint, into which it is also read."""
+        return {}
+
+    def missing(
+        self, targets: Collection[TensorBox], manifest: Manifest, *, weights_alone: bool
+    ) -> Collection[TensorBox]:
+        """The tensors of this part that are not read from a checkpoint; without others a checkpoint is an error.
+
+        Args:
+            targets: all tensors of the run.
+            manifest: of the checkpoint.
+            weights_alone: whether only weights are loaded.
+        """
+        return ()
+
+    def restored(self, missing: Collection[TensorBox], *, checkpoint: Path | None) -> None:
+        """Called once weights and tensors are loaded.
+
+        Args:
+            missing: tensors of the run that were not read.
+            checkpoint: None if only weights were loaded.
+        """
+
+
+class StepParts:
+    """The parts of a run in the order in which they are called.
+
+    Args:
+        parts: by name.
+        context: device and groups of this rank.
+    """
+
+    def __init__(self, parts: Mapping[str, StepPart], context: ParallelContext) -> None:
+        self.by_name, self._context = dict(parts), context
+        self._sums: list[Tensor] = []  # of each part, in this step
+
+    def __iter__(self) -> Iterator[StepPart]:
+        return iter(self.by_name.values())
+
+    def prepare(self, batch: Batch) -> Batch:
+        """A microbatch as all parts need it."""
+        for part in self:
+            batch = part.prepare(batch)
+        return batch
+
+    def counts(self, batches: Sequence[Batch]) -> list[float]:
+        """The counts of all parts."""
+        return [count for part in self for count in part.counts(batches)]
+
+    def context(self, batch: GlobalBatch) -> dict[str, Any]:
+        """Fields of `BatchContext` of all parts."""
+        ends = accumulate((len(part.counts([])) for part in self), initial=0)
+        fields = [part.context(batch, batch.counts[i:j]) for part, (i, j) in zip(self, pairwise(ends), strict=True)]
+        return {name: value for each in fields for name, value in each.items()}
+
+    def sums(self, *, is_logged: bool) -> Tensor:
+        """[n] fp64, the sums of all parts."""
+        none = torch.zeros(0, dtype=torch.float64, device=self._context.device)
+        sums = [part.sums(is_logged=is_logged) for part in self]
+        self._sums = [none if each is None else each for each in sums]
+        return torch.cat([none, *self._sums])
+
+    def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> dict[str, Tensor]:
+        """Let all parts act after the update rule; returns the numbers that `metrics` reads, by part."""
+        each = sums.split([len(own) for own in self._sums])
+        return {
+            name: part.after_update(update, own, is_logged=is_logged)
+            for (name, part), own in zip(self.by_name.items(), each, strict=True)
+        }
+
+    def metrics(self, numbers: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+        """The entries of all parts in metrics.jsonl."""
+        each = (self.by_name[name].metrics(own) for name, own in numbers.items() if own)
+        return {name: value for metrics in each for name, value in metrics.items()}
+
+    def tensors(self) -> dict[TensorBox, Tensor]:
+        """The tensors of all parts."""
+        return {box: tensor for part in self for box, tensor in part.tensors().items()}
+
+    def tensors_to_save(self) -> dict[TensorBox, Tensor]:
+        """The tensors that this rank saves: of those that several ranks hold, the first one saves."""
+        groups = self._context.group
+        saved = [part for part in self if all(groups(name).is_first for name in part.replicated_over)]
+        return {box: tensor for part in saved for box, tensor in part.tensors().items()}
+
+    def missing(self, targets: Collection[TensorBox], manifest: Manifest, *, weights_alone: bool) -> set[TensorBox]:
+        """The tensors of all parts that are not read from a checkpoint."""
+        return {box for part in self for box in part.missing(targets, manifest, weights_alone=weights_alone)}
+
+    def restored(self, missing: Collection[TensorBox], *, checkpoint: Path | None) -> None:
+        """Let all parts start what was not read."""
+        for part in self:
+            part.restored(missing, checkpoint=checkpoint)

@@ -1,0 +1,109 @@
+"""Routers: their statistics are summed and reported once per step, and expert biases move against the imbalance."""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from nanotrain.comm.collectives import all_gather_object
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import MoEConfig
+from nanotrain.model.router_stats import SCALARS, HasRouterState, expert_biases, routers_of
+from nanotrain.model.transformer import Stage
+from nanotrain.optim.distributed import Update
+from nanotrain.spec.boxes import TensorBox
+from nanotrain.train.parts.part import BuiltModel, StepPart
+
+
+class RouterBalance(StepPart):
+    """The routers of all stages of the model; their statistics form one vector.
+
+    Args:
+        stages: of this rank.
+        config: number of experts, and step size of the biases.
+        context: the groups.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage], config: MoEConfig, *, context: ParallelContext) -> None:
+        self._stages, self._rate, self._device = stages, config.router_bias_update_rate, context.device
+        self._routers = {name: router for stage in stages.values() for name, router in routers_of(stage).items()}
+        self._length = config.num_experts + len(SCALARS)
+        gathered = all_gather_object([*self._routers], context.group("pp"))
+        self._names = [name for names in gathered for name in names]  # of the whole model
+
+    @classmethod
+    def of(cls, model: BuiltModel) -> Self | None:
+        """The routers of a mixture of experts."""
+        moe = model.config.model.moe
+        return None if moe is None else cls(model.stages, moe, context=model.context)
+
+    def sums(self, *, is_logged: bool) -> Tensor:
+        """[routers * (E + 5)], and reset the statistics; a router is on the ranks of one stage."""
+        none = torch.zeros(self._length, dtype=torch.float64, device=self._device)
+        sums = [self._routers[name].stats.sums() if name in self._routers else none for name in self._names]
+        for router in self._routers.values():
+            router.stats.reset()
+        return torch.cat(sums)
+
+    def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
+        for name, own in zip(self._names, sums.view(-1, self._length), strict=True):
+            if name in self._routers:
+                update_expert_bias(self._routers[name], own[: -len(SCALARS)], rate=self._rate)
+        return sums
+
+    def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
+        """`load` (tokens per expert by router), and means over routers of what `router_metrics` returns."""
+        starts = range(0, len(numbers), self._length)
+        routers = [router_metrics(numbers[start : start + self._length]) for start in starts]
+        load = {name: router.pop("load") for name, router in zip(self._names, routers, strict=True)}
+        return {"moe": {"load": load} | {key: fmean(router[key] for router in routers) for key in routers[0]}}
+
+    def tensors(self) -> dict[TensorBox, Tensor]:
+        return router_biases(self._stages)
+
+
+def update_expert_bias(router: HasRouterState, tokens_per_expert: Tensor, *, rate: float) -> None:
+    """Lower the bias of experts with more than the mean number of tokens, and raise that of the others.
+
+    Every bias moves by `rate`, for any distance (DeepSeek-V3, section 2.1.2: balance without auxiliary loss).
+
+    Args:
+        router: without a bias it stays as it is.
+        tokens_per_expert: [E] of this step, over all ranks.
+        rate: step size.
+    """
+    if router.expert_bias is not None:
+        direction = (tokens_per_expert.mean() - tokens_per_expert).sign()
+        router.expert_bias += (direction * rate).to(router.expert_bias.dtype)
+
+
+def router_metrics(sums: Sequence[float]) -> dict[str, Any]:
+    """The metrics of one router from its [E + 5] sums over all ranks.
+
+    Returns:
+        load           tokens per expert, dropped pairs among them
+        max_load       tokens of the busiest expert relative to an even share
+        dropped        dropped share of the (token, expert) pairs
+        entropy        mean over tokens, in nats; log(E) where all experts have equal probability
+        balance_loss   mean of the first load-balancing loss, without its coefficient; 1 is perfect balance
+        z_loss         mean over tokens, without its coefficient
+    """
+    load = list(sums[: -len(SCALARS)])
+    scalars = dict(zip(SCALARS, sums[-len(SCALARS) :], strict=True))
+    num_tokens, num_pairs = max(1.0, scalars["num_tokens"]), max(1.0, sum(load))
+    return {
+        "load": load,
+        "max_load": max(load) * len(load) / num_pairs,
+        "dropped": scalars["num_dropped"] / num_pairs,
+        "entropy": scalars["entropy"] / num_tokens,
+        "balance_loss": scalars["aux_loss"] / num_tokens,
+        "z_loss": scalars["z_loss"] / num_tokens,
+    }
+
+
+def router_biases(stages: Mapping[int, Stage]) -> dict[TensorBox, Tensor]:
+    """The expert biases of this rank's routers by their names in a checkpoint; replicated over all ranks of a stage."""
+    biases = {name: bias for stage in stages.values() for name, bias in expert_biases(stage).items()}
+    return {TensorBox.full(name, bias.shape): bias for name, bias in biases.items()}
