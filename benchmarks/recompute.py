@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from nanotrain.config.config import Config
-from nanotrain.config.derive import recomputed_modules
 from nanotrain.config.schema import config_from_dict
 from nanotrain.memory.block_transforms import transform_blocks
 from nanotrain.memory.recompute import Recompute
@@ -81,7 +80,7 @@ def nanotrain_pass(shape: Shape, tokens: Tensor, *, memory: dict[str, Any]) -> C
     """Forward and backward of nanotrain's model with a setting of recomputation."""
     config: Config = config_from_dict({"memory": memory})
     model = model_config(shape)
-    plain, recompute = build_stage(model), Recompute(recomputed_modules(config.memory))
+    plain, recompute = build_stage(model), Recompute()
     parallel = replace(ModelParallel.single_rank(), recompute=recompute)
     stage = Stage(model, plain.spec, params=plain.params, parallel=parallel).to_empty(device="cpu")
     initialize(stage, stage.params, seed=0)

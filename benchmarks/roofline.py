@@ -35,7 +35,6 @@ from operator_count import OperatorCount, on_meta
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ParallelConfig
-from nanotrain.config.derive import recomputed_modules
 from nanotrain.config.load import load
 from nanotrain.data.batch import Batch
 from nanotrain.errors import NanotrainError, report
@@ -189,7 +188,7 @@ def _count_microbatches(
 @contextmanager
 def _model_parallel(plan: Plan) -> Iterator[ModelParallel]:
     """The groups of rank 0 of a world of tp, ep and etp whose collectives return at once."""
-    recompute = Recompute(recomputed_modules(plan.config.memory))
+    recompute = Recompute()
     sizes = {axis: plan.groups[axis].size for axis in ("tp", "ep", "etp")}  # type: ignore[index]
     world_size = math.lcm(sizes["tp"], sizes["ep"] * sizes["etp"])
     if world_size == 1:

@@ -2,8 +2,9 @@
 
     blocks, parameters in flat storage -> BLOCK_TRANSFORMS, first to last -> the functions that a stage calls in order
 
-The first transform of the list is the innermost. Compilation changes `forward` of a block, inside its hooks (which wait
-for its parameters). Recomputation is around the hooks: a group of blocks gathers its parameters again.
+The first transform of the list is the innermost. Recomputation of parts changes functions inside of a block,
+compilation `forward` of a block, inside its hooks (which wait for its parameters). Recomputation of whole blocks is
+around the hooks: a group of blocks gathers its parameters again.
 """
 
 import warnings
@@ -17,7 +18,7 @@ from torch import nn
 from nanotrain.config.config import Config, RecomputeGranularity, RecomputeMethod
 from nanotrain.config.derive import recomputed_modules
 from nanotrain.memory.offload import offloaded
-from nanotrain.memory.recompute import Recompute
+from nanotrain.memory.recompute import Recompute, recompute_modules
 from nanotrain.quantities import count_of
 
 MAX_GRAPHS = 64  # of one function: torch runs it eagerly from the ninth on, and models may have more kinds of blocks
@@ -31,6 +32,14 @@ class BlockTransform:
     is_enabled: Callable[[Config], bool]  # whether a configuration enables it
     # the functions that replace those of a stage, which run in order; parameter names must stay as they are
     apply: Callable[..., list[BlockFunction]]
+
+
+def recompute_parts(blocks: Sequence[BlockFunction], *, config: Config, recompute: Recompute) -> list[BlockFunction]:
+    """Recompute the named modules of each block."""
+    for block in blocks:
+        assert isinstance(block, nn.Module), "it comes first in the list"
+        recompute_modules(block, recomputed_modules(config.memory), recompute=recompute)
+    return list(blocks)
 
 
 def compile_blocks(blocks: Sequence[BlockFunction], *, config: Config, recompute: Recompute) -> list[BlockFunction]:
@@ -48,7 +57,7 @@ def compile_blocks(blocks: Sequence[BlockFunction], *, config: Config, recompute
     # All blocks share their code, which has graphs for each kind of block, with and without gradients, and each length.
     dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_GRAPHS)
     for block in blocks:
-        assert isinstance(block, nn.Module), "compilation comes first in the list"
+        assert isinstance(block, nn.Module), "what replaces blocks comes later in the list"
         block.forward = torch.compile(block.forward)
     # Blocks share their code. Where a graph of one kind ends early (experts, a window), it fits other kinds too; if the
     # graph used last comes first, a block may be recomputed by other graphs than it was computed by, which
@@ -113,6 +122,7 @@ def describe_activations(config: Config) -> str:
 
 
 BLOCK_TRANSFORMS: list[BlockTransform] = [
+    BlockTransform(is_enabled=lambda config: bool(recomputed_modules(config.memory)), apply=recompute_parts),
     BlockTransform(is_enabled=lambda config: bool(config.train.torch_compile), apply=compile_blocks),
     BlockTransform(is_enabled=lambda config: config.memory.cpu_offloading, apply=offload_blocks),
     BlockTransform(

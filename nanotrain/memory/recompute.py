@@ -1,53 +1,56 @@
-"""`Recompute`: parts of a stage that are computed again in the backward pass, instead of keeping their activations.
+"""Parts of a stage that are computed again in the backward pass, instead of keeping their activations.
 
-    checkpointed   make a function keep only its inputs (torch.utils.checkpoint, non-reentrant)
-    wrap           the same for a named module, if that module is recomputed
-    chain          compose two functions; if the first is recomputed, its output is not kept either
+    Recompute           run a function again (torch.utils.checkpoint, non-reentrant); it keeps its inputs and output
+    recompute_modules   do so in a block with the modules that are named by `--recompute-modules`
 
-    name          recomputes                                  how
-    core_attn     core attention                              wrap
-    mlp           dense MLP                                   wrap
-    moe           mixture-of-experts layer, router included   wrap
-    layernorm     both norms of a block                       chain
-    mla_up_proj   up-projections and rotary positions of MLA  chain
-    moe_act       activation of the experts                   chain
+    name          recomputes                                  keeps
+    core_attn     core attention                              its inputs and its output
+    mlp           dense MLP                                   its input and its output
+    moe           mixture-of-experts layer, router included   its input and its output
+    layernorm     both norms of a block                       their inputs; the outputs are discarded
+    mla_up_proj   up-projections and rotary positions of MLA  their inputs; query, key and value are discarded
+    moe_act       activation of the experts                   its inputs; the output is discarded
 
-A module gets the callable for its forward once, when it is built. Names and meaning are those of Megatron-LM's
-`--recompute-modules`. Source: Chen et al. 2016; Korthikanti et al. 2022, section 5, for selective recomputation.
+A plain checkpoint of a norm would keep its output, because the matrix product that follows saves it. So it is discarded
+there, as Megatron-LM's `CheckpointWithoutOutput` does:
 
-Parameters are not copied: the second run reads them during the backward pass, before the optimizer step changes them.
+    inputs --first--> outputs --second--> result
+
+    kept       the inputs of `first`, and what `second` saves beside the outputs of `first`
+    discarded  the outputs of `first`, even if `second` saves them
+    backward   when `second` first reads a discarded output, `first` runs again; both backwards use its results
+
+Names and meaning are those of Megatron-LM. Source: Chen et al. 2016; Korthikanti et al. 2022, section 5, for selective
+recomputation. Parameters are not copied: the second run reads them during the backward pass, before the optimizer step
+changes them.
 """
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from nanotrain.comm.autograd import eager
-from nanotrain.memory.discard import discard_output
 
 TensorFunction = Callable[..., Any]
 
 
 class Recompute:
-    """The recomputed modules of one stage, and whether it is recomputing now.
-
-    Args:
-        modules: names of the modules that are recomputed.
+    """Recomputation in one stage.
 
     Attributes:
         is_recomputing: True while a function runs for the second time. Side effects of a forward pass (statistics,
             storage of gathered parameters) must not happen again then.
     """
 
-    def __init__(self, modules: Collection[str] = ()) -> None:
-        self._modules = frozenset(modules)
+    def __init__(self) -> None:
         self.is_recomputing = False
-
-    def includes(self, name: str) -> bool:
-        """Whether the named module is recomputed."""
-        return name in self._modules
 
     def checkpointed(self, function: TensorFunction) -> TensorFunction:
         """A function with the same result that keeps its arguments and is run again when its backward begins."""
@@ -65,23 +68,29 @@ class Recompute:
 
         return eager(run)
 
-    def wrap(self, name: str, function: TensorFunction) -> TensorFunction:
-        """`checkpointed` where the named module is recomputed, else the function itself."""
-        return self.checkpointed(function) if name in self._modules else function
+    def discarding(self, first: TensorFunction, *, second: TensorFunction) -> tuple[TensorFunction, TensorFunction]:
+        """Two functions with the same results, the second of which does not keep what the first returns.
 
-    def chain(self, name: str, first: TensorFunction, *, second: TensorFunction) -> TensorFunction:
-        """The function `(*inputs, **options) -> second(first(*inputs), **options)`; see `discard_output`.
-
-        A tuple of outputs becomes several arguments of `second`.
+        Args:
+            first: returns a tensor or a tuple of tensors; recomputed.
+            second: called with these tensors as arguments.
         """
-        if name in self._modules:
-            return eager(discard_output(self.checkpointed, first, second=second))
 
-        def run(*inputs: Any, **options: Any) -> Any:
-            outputs = first(*inputs)
-            return second(*(outputs if isinstance(outputs, tuple) else (outputs,)), **options)
+        def first_and_keep(*inputs: Any, **options: Any) -> Any:
+            outputs = first(*inputs, **options)
+            is_tuple = isinstance(outputs, tuple)
+            kept: tuple[Tensor, ...] = _Keep.apply(*(outputs if is_tuple else (outputs,)))
+            return kept if is_tuple else kept[0]
 
-        return run
+        def run_second(*inputs: Any, **options: Any) -> Any:
+            outputs = [x for x in (*inputs, *options.values()) if _is_kept(x)]
+            if not outputs:  # without gradients
+                return second(*inputs, **options)
+            discarded = _Discarded(outputs)
+            with saved_tensors_hooks(discarded.pack, _unpack):
+                return second(*inputs, **options)
+
+        return self.checkpointed(first_and_keep), eager(run_second)
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Entered around the first and around the second run of a function."""
@@ -94,3 +103,97 @@ class Recompute:
             yield
         finally:
             self.is_recomputing = before
+
+
+# The functions of a block that keep their inputs and outputs, then the pairs between which outputs are discarded.
+CHECKPOINTED = {"core_attn": "attention.core_attention", "mlp": "mlp.forward", "moe": "mlp.forward"}
+DISCARDED = {
+    "mla_up_proj": (("attention.up_project", "attention.core_attention"),),
+    "moe_act": (("mlp.experts.activation", "mlp.experts.down.forward"),),
+    "layernorm": (("attention_norm.forward", "attention.forward"), ("mlp_norm.forward", "mlp.forward")),
+}
+
+
+def recompute_modules(block: nn.Module, modules: Collection[str], *, recompute: Recompute) -> None:
+    """Replace functions of a block in place; no module gets a second name, under which it would be saved twice."""
+    other_mlp = "mlp" if hasattr(block.mlp, "experts") else "moe"
+    for path in [path for name, path in CHECKPOINTED.items() if name in modules and name != other_mlp]:
+        _set(block, path, function=recompute.checkpointed(attrgetter(path)(block)))
+    for first, second in [pair for name, pairs in DISCARDED.items() if name in modules for pair in pairs]:
+        if _has(block, first):
+            functions = recompute.discarding(attrgetter(first)(block), second=attrgetter(second)(block))
+            for path, function in zip((first, second), functions, strict=True):
+                _set(block, path, function=function)
+
+
+def _has(block: nn.Module, path: str) -> bool:
+    """Whether a block is of a kind with this function, and the function is not the identity."""
+    owner: Any = block
+    *owners, function = path.split(".")
+    for name in owners:
+        owner = getattr(owner, name, None)
+    return hasattr(owner, function) and not isinstance(owner, nn.Identity)
+
+
+def _set(block: nn.Module, path: str, *, function: TensorFunction) -> None:
+    owner, _, name = path.rpartition(".")
+    setattr(attrgetter(owner)(block), name, function)
+
+
+class _Keep(torch.autograd.Function):
+    """Identity that saves its outputs. Under a checkpoint they are recomputed when they are read."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+
+def _is_kept(value: Any) -> bool:
+    """Whether a value is an output of `_Keep`."""
+    return isinstance(value, Tensor) and isinstance(value.grad_fn, _Keep._backward_cls)
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """A saved tensor as a view of a discarded output."""
+
+    discarded: "_Discarded"
+    output: int  # its index
+    geometry: tuple[Any, ...]  # size, stride, offset into the storage
+
+
+class _Discarded:
+    """The outputs of one call of `_Keep`."""
+
+    def __init__(self, outputs: list[Tensor]) -> None:
+        self._node = outputs[0].grad_fn
+        # An empty tensor has no address of its own, and nothing to discard.
+        self._indices = {x.untyped_storage().data_ptr(): x.output_nr for x in outputs if x.numel()}
+        self._num_unread = 0
+        self._values: tuple[Tensor, ...] = ()
+
+    def pack(self, tensor: Tensor) -> "Tensor | _Reference":
+        """A reference instead of a discarded output; other tensors are kept."""
+        index = self._indices.get(tensor.untyped_storage().data_ptr())
+        if index is None:
+            return tensor
+        self._num_unread += 1
+        return _Reference(self, index, (tensor.size(), tensor.stride(), tensor.storage_offset()))
+
+    def read(self, reference: _Reference) -> Tensor:
+        """The recomputed tensor; all are freed after the last one is read."""
+        # torch returns a recomputed tensor only once, but several operations may have saved the same output.
+        values = self._values = self._values or self._node.saved_tensors  # type: ignore[union-attr]
+        self._num_unread -= 1
+        if self._num_unread == 0:
+            self._values = ()
+        return values[reference.output].as_strided(*reference.geometry)
+
+
+def _unpack(packed: "Tensor | _Reference") -> Tensor:
+    return packed.discarded.read(packed) if isinstance(packed, _Reference) else packed

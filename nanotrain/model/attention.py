@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from nanotrain.config.config import ModelConfig
 from nanotrain.model.context import LayerContext
+from nanotrain.model.dropout import DropoutPlace, HiddenDropout
 from nanotrain.model.norm import build_head_norm
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
@@ -52,8 +53,7 @@ class Attention(nn.Module):
         self.softmax_offset = params.get("softmax_offset")
         self.scores = LayerScores(model_config, layer=layer, heads=local_heads(shape, parallel.tp))
         self.head_dim, self.has_window, self.has_rope = shape.head_dim, has_window, shape.has_rope(layer)
-        self.max_logits, core_attention = build_core(parallel, shape)
-        self.core_attention = parallel.recompute.wrap("core_attn", core_attention)
+        self.max_logits, self.core_attention = build_core(parallel, shape)
         self.query = ColumnParallelLinear(*params.linear("query"), tensor_parallel=parallel.tp)
         query_rows, key_rows = (
             _rows(shape, shape.num_heads, tensor_parallel=parallel.tp),
@@ -78,24 +78,22 @@ class Attention(nn.Module):
         scale = model_config.softmax_scale
         self.query_factor = 1.0 if scale is None else scale * math.sqrt(shape.head_dim)
         self.output = RowParallelLinear(*params.linear("output"), tensor_parallel=parallel.tp)
+        self.dropout = HiddenDropout(model_config.hidden_dropout, layer, DropoutPlace.attention, parallel.tp)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
-        projected = self.projections(hidden)
-        query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)  # [B, S, N, D]
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+        query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in self.projections(hidden))  # [B, S, N, D]
+        query, key = self.query_norm(query), self.key_norm(key)
         if self.query_factor != 1.0:
             query = query * self.query_factor
         rotary = context.rotary_of(has_window=self.has_window) if self.has_rope else None
         if rotary is not None:
             query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
-        mask = context.mask_of(has_window=self.has_window)
         scores = self.scores(context, sink=self.softmax_offset, device=query.device)
         options = {} if scores is None else {"scores": scores}
+        mask = context.mask_of(has_window=self.has_window)
         attended = self.core_attention(query, key=key, value=value, mask=mask, **options)
-        out: Tensor = self.output(attended.flatten(2))
-        return out
+        return self.dropout(self.output(attended.flatten(2)), context.dropout)
 
 
 def _rows(shape: ModelShape, num_heads: int, *, tensor_parallel: TensorParallel) -> slice:

@@ -2,8 +2,10 @@
 
     embedding      after the word embeddings                        rate hidden_dropout
     weights        of the attention                                 attention_dropout
-    attention      output of the attention, before the residual sum hidden_dropout
+    attention      output of the attention                          hidden_dropout
     mlp            output of the MLP or the experts                 hidden_dropout
+
+Outputs are dropped before the residual sum, and before a norm of them (`--norm-placement post` or `sandwich`).
 
 A word is a 32-bit hash of the seed, the sample, the layer, the place and the position; see kernels/dropout.py.
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from nanotrain.config.config import ModelConfig
 from nanotrain.config.derive import softmax_mscale
 from nanotrain.model.context import LayerContext
+from nanotrain.model.dropout import DropoutPlace, HiddenDropout
 from nanotrain.model.norm import build_norm
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
@@ -61,13 +62,7 @@ class MultiLatentAttention(nn.Module):
         self.scores = LayerScores(model_config, layer=layer, heads=local_heads(shape, parallel.tp))
         assert shape.mla is not None, "a model without latent attention has the class Attention"
         self.tensor_parallel = parallel.tp
-        self.max_logits, core_attention = build_core(parallel, shape)
-        self.core_attention = parallel.recompute.wrap("core_attn", core_attention)
-        self._up_project_and_attend = parallel.recompute.chain(
-            "mla_up_proj",
-            lambda query, kv, key, rotary: self._up_project(query, kv, shared_key=key, rotary=rotary),
-            second=lambda query, key, value, **options: self.core_attention(query, key=key, value=value, **options),
-        )
+        self.max_logits, self.core_attention = build_core(parallel, shape)
         self.query_sizes = (shape.mla.nope_dim, shape.mla.rope_dim)
         self.key_value_sizes = (shape.mla.nope_dim, shape.value_head_dim)
         self.compressed_sizes = (shape.mla.kv_lora_rank, shape.mla.rope_dim)
@@ -84,6 +79,7 @@ class MultiLatentAttention(nn.Module):
         self.kv_latent_norm = build_norm(model_config, params.submodule("kv_latent_norm"))
         self.kv_up = sharded(*params.linear("kv_up"))
         self.output = RowParallelLinear(*params.linear("output"), tensor_parallel=parallel.tp)
+        self.dropout = HiddenDropout(model_config.hidden_dropout, layer, DropoutPlace.attention, parallel.tp)
         self.softmax_mscale = softmax_mscale(model_config)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
@@ -95,16 +91,12 @@ class MultiLatentAttention(nn.Module):
         if self.query is None:
             query = self.query_latent_norm(query)
         scores = self.scores(context, device=query.device)
-        attended = self._up_project_and_attend(
-            query,
-            self.kv_latent_norm(compressed_kv),
-            shared_key,
-            rotary,
-            mask=context.mask_of(has_window=self.has_window),
-            **({} if scores is None else {"scores": scores}),
-        )
-        out: Tensor = self.output(rearrange(attended, "b s n d -> b s (n d)"))
-        return out
+        options = {} if scores is None else {"scores": scores}
+        mask = context.mask_of(has_window=self.has_window)
+        compressed_kv = self.kv_latent_norm(compressed_kv)
+        query, key, value = self.up_project(query, compressed_kv, shared_key=shared_key, rotary=rotary)
+        attended = self.core_attention(query, key=key, value=value, mask=mask, **options)
+        return self.dropout(self.output(attended.flatten(2)), context.dropout)
 
     def _compress(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S or S/tp, q_lora_rank] and [.., C + R], outside the tensor-parallel region.
@@ -118,7 +110,7 @@ class MultiLatentAttention(nn.Module):
         compressed_query, compressed = column_parallel(hidden, (self.query_down, self.kv_down))
         return compressed_query, compressed
 
-    def _up_project(
+    def up_project(
         self, query: Tensor, compressed_kv: Tensor, *, shared_key: Tensor, rotary: Rotary
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value [B, S, N/tp, ...] from what `_compress` returns, normalized."""

@@ -20,6 +20,7 @@ from nanotrain.config.config import ModelConfig
 from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Options
 from nanotrain.model.activations import ACTIVATIONS, Glu
 from nanotrain.model.context import LayerContext
+from nanotrain.model.dropout import HiddenDropout
 from nanotrain.model.fp8 import expert_fp8_options
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
@@ -38,6 +39,7 @@ class MoELayer(nn.Module):
         params: router, experts.up, experts.down; experts.gate, shared_gate and biases where declared.
         parallel: ep shards the experts, etp their matrices; tp and cp the sequence.
         shared: the shared expert; None without one.
+        dropout: of the output.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class MoELayer(nn.Module):
         *,
         parallel: ModelParallel,
         shared: nn.Module | None,
+        dropout: HiddenDropout,
     ) -> None:
         super().__init__()
         moe, single = model_config.moe, Group.single_rank("tp")
@@ -73,13 +76,12 @@ class MoELayer(nn.Module):
             options=ExpertOptions(
                 may_drop=self._dispatcher.keeps_dropped and moe.expert_capacity_factor is not None,
                 wgrad_queue=parallel.tp.wgrad_queue,
-                recompute=parallel.recompute,
                 experts=experts,
                 fp8=_expert_fp8(experts, parallel),
                 adds_down_bias=parallel.etp.is_first,
             ),
         )
-        self.shared = shared
+        self.shared, self.dropout = shared, dropout
         shared_gate = params.get("shared_gate.weight")
         self.shared_gate = None if shared_gate is None else SharedExpertGate(shared_gate)
 
@@ -90,10 +92,10 @@ class MoELayer(nn.Module):
         routing = self.router(local, context, positions=self._positions(local, context))
         mixed = self._dispatcher(local.flatten(0, 1), routing, run_experts=self.experts).view_as(local)
         out = concat_along(mixed, self._split, dim=_SEQUENCE)
-        if self.shared is None:
-            return out
-        shared = self.shared(hidden)
-        return out + (shared if self.shared_gate is None else self.shared_gate(hidden) * shared)
+        if self.shared is not None:
+            shared = self.shared(hidden, context)
+            out = out + (shared if self.shared_gate is None else self.shared_gate(hidden) * shared)
+        return self.dropout(out, context.dropout)
 
     def _positions(self, local: Tensor, context: LayerContext) -> Tensor:
         """[S of this tp rank] int64, the positions of its tokens in their sequence."""

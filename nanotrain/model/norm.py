@@ -2,15 +2,12 @@
 
     build_norm   the norm that a configuration names
     LayerNorm, RMSNorm
-    after_norm   a norm and the module that follows, as one function
-    after_sum    a residual sum, its norm and the module that follows, as one function
     build_head_norm, WideRMSNorm   norms of queries and keys
 
 With `apply_layernorm_1p` the stored weight is the difference from 1, which is added in fp32. torch has a fused
 LayerNorm on every device, and a fused RMSNorm on GPUs.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +17,6 @@ from torch import Tensor, nn
 from nanotrain.comm.autograd import copy_to, reduce_from
 from nanotrain.comm.group import Group
 from nanotrain.config.config import ModelConfig, Normalization
-from nanotrain.memory.recompute import Recompute, TensorFunction
 from nanotrain.model.parameters import Parameters
 
 
@@ -115,8 +111,8 @@ class WideRMSNorm(nn.Module):
 
 def build_head_norm(
     model_config: ModelConfig, params: Parameters, *, name: str, heads: slice, group: Group
-) -> nn.Module | None:
-    """The norm of queries or keys [B, S, local heads, D]; None without one.
+) -> nn.Module:
+    """The norm of queries or keys [B, S, local heads, D]; the identity where none is declared.
 
     Args:
         model_config: epsilon; one norm per head, or an RMSNorm over all heads.
@@ -127,7 +123,7 @@ def build_head_norm(
     """
     weight, bias = params.get(f"{name}.weight"), params.get(f"{name}.bias")
     if weight is None:
-        return None
+        return nn.Identity()
     eps, is_offset = model_config.norm_epsilon, model_config.apply_layernorm_1p
     if model_config.qk_layernorm_across_heads:
         return WideRMSNorm(weight, eps=eps, heads=heads, group=group, is_offset=is_offset)
@@ -137,32 +133,18 @@ def build_head_norm(
 
 
 def build_norm(model_config: ModelConfig, params: Parameters) -> nn.Module:
-    """The norm of a model.
+    """The norm of a model; the identity where none is declared.
 
     Args:
         model_config: kind and epsilon.
         params: weight, and the bias of a LayerNorm.
     """
+    if not params:
+        return nn.Identity()
     eps, is_offset = model_config.norm_epsilon, model_config.apply_layernorm_1p
     if model_config.normalization is Normalization.LayerNorm:
         return LayerNorm(params["weight"], params["bias"], eps=eps, is_offset=is_offset)
     return RMSNorm(params["weight"], eps=eps, is_offset=is_offset)
-
-
-def after_norm(norm: nn.Module | None, second: TensorFunction, *, recompute: Recompute) -> TensorFunction:
-    """The function `(x, **options) -> second(norm(x), **options)`; `second` itself if there is no norm."""
-    return partial(second) if norm is None else recompute.chain("layernorm", norm, second=second)
-
-
-def after_sum(norm: nn.Module | None, second: TensorFunction, *, recompute: Recompute) -> TensorFunction:
-    """The function `(hidden, change, **options) -> (total, second(norm(total), **options))` of the sum of both."""
-    follow = after_norm(norm, second, recompute=recompute)
-
-    def run(hidden: Tensor, change: Tensor, **options: Any) -> tuple[Tensor, Any]:
-        total = hidden + change
-        return total, follow(total, **options)
-
-    return run
 
 
 def _fp32(x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ class ModelParallel:
     # ranks that hold the tokens of one sequence (tp x cp); a single rank if every rank has all tokens (generation)
     sequence: Group
     dp: Group  # ranks that read different samples
-    recompute: Recompute = field(default_factory=Recompute)  # modules that are recomputed in the backward pass
+    recompute: Recompute = field(default_factory=Recompute)  # recomputation in the stage
     tracks_logits: bool = False  # attention layers keep their largest logits, for QK-clip
     layers_in_bf16: frozenset[int] = frozenset()  # layers without fp8, where others have it
 

@@ -37,7 +37,7 @@ from nanotrain.model.dropout import DropoutPlace, HiddenDropout
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.mtp import MTPLayer
-from nanotrain.model.norm import after_norm, after_sum, build_norm
+from nanotrain.model.norm import build_norm
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import RotaryTables
@@ -62,23 +62,30 @@ class MLP(nn.Module):
         model_config: the activation between the projections.
         params: up, down; gate where declared.
         tensor_parallel: shards the inner width F.
+        dropout: of the output; None in an expert, whose layer drops the sum of all.
     """
 
-    def __init__(self, model_config: ModelConfig, params: Parameters, *, tensor_parallel: TensorParallel) -> None:
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        params: Parameters,
+        *,
+        tensor_parallel: TensorParallel,
+        dropout: HiddenDropout | None = None,
+    ) -> None:
         super().__init__()
         column = partial(ColumnParallelLinear, tensor_parallel=tensor_parallel)
-        self.activation, self.glu = ACTIVATIONS[model_config.activation], Glu.of(model_config)
         self.gate = column(*params.linear("gate")) if params.get("gate.weight") is not None else None
+        self.activation = ACTIVATIONS[model_config.activation] if self.gate is None else Glu.of(model_config)
         self.up = column(*params.linear("up"))
         self.projections = ColumnParallelLinears(*(layer for layer in (self.gate, self.up) if layer is not None))
         self.down = RowParallelLinear(*params.linear("down"), tensor_parallel=tensor_parallel)
+        self.dropout = dropout
 
-    def forward(self, hidden: Tensor, context: LayerContext | None = None) -> Tensor:
-        """[B, S or S/tp, H] -> the same shape; the context is read by MoE layers, which have the same signature."""
-        projected = self.projections(hidden)
-        inner = self.activation(*projected) if self.gate is None else self.glu(*projected)
-        out: Tensor = self.down(inner)
-        return out
+    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """[B, S or S/tp, H] -> the same shape."""
+        out: Tensor = self.down(self.activation(*self.projections(hidden)))
+        return out if self.dropout is None else self.dropout(out, context.dropout)
 
 
 class Block(nn.Module):
@@ -102,41 +109,22 @@ class Block(nn.Module):
         layer: int = 0,
     ) -> None:
         super().__init__()
-        kind = MultiLatentAttention if model_config.multi_latent_attention else Attention
-        attention = partial(kind, has_window=has_window, layer=layer)
-        self._drop_attended, self._drop_mixed = (
-            HiddenDropout(model_config.hidden_dropout, layer, place, parallel.tp)
-            for place in (DropoutPlace.attention, DropoutPlace.mlp)
+        attention = MultiLatentAttention if model_config.multi_latent_attention else Attention
+        self.attention_norm = build_norm(model_config, params.submodule("attention_norm"))
+        self.attention = attention(
+            model_config, params.submodule("attention"), parallel=parallel, has_window=has_window, layer=layer
         )
-        self.attention_norm = _declared_norm(model_config, params, name="attention_norm")
-        self.attention = attention(model_config, params.submodule("attention"), parallel=parallel)
-        self.attention_post_norm = _declared_norm(model_config, params, name="attention_post_norm")
-        self.mlp_norm = _declared_norm(model_config, params, name="mlp_norm")
-        self.mlp = build_mlp(model_config, params.submodule("mlp"), parallel=parallel)
-        self.mlp_post_norm = _declared_norm(model_config, params, name="mlp_post_norm")
+        self.attention_post_norm = build_norm(model_config, params.submodule("attention_post_norm"))
+        self.mlp_norm = build_norm(model_config, params.submodule("mlp_norm"))
+        self.mlp = build_mlp(model_config, params.submodule("mlp"), parallel=parallel, layer=layer)
+        self.mlp_post_norm = build_norm(model_config, params.submodule("mlp_post_norm"))
         if has_dropout(model_config):
             self.register_forward_pre_hook(lambda _, args: (args[0], args[1].of_layer(layer)))
-        recompute = parallel.recompute
-        mlp = recompute.wrap("moe" if isinstance(self.mlp, MoELayer) else "mlp", self.mlp)
-        # Functions, not modules: a module held under a second name would be saved twice.
-        self._attend = after_norm(self.attention_norm, self.attention, recompute=recompute)
-        self._add_and_apply_mlp = after_sum(self.mlp_norm, mlp, recompute=recompute)
 
-    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+    def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
-        attended = self._attend(hidden, context=context)
-        if self.attention_post_norm is not None:
-            attended = self.attention_post_norm(attended)
-        attended = self._drop_attended(attended, context.dropout)
-        hidden, mixed = self._add_and_apply_mlp(hidden, attended, context=context)
-        if self.mlp_post_norm is not None:
-            mixed = self.mlp_post_norm(mixed)
-        return hidden + self._drop_mixed(mixed, context.dropout)
-
-
-def _declared_norm(model_config: ModelConfig, params: Parameters, *, name: str) -> nn.Module | None:
-    declared = params.submodule(name)
-    return build_norm(model_config, declared) if declared else None
+        x = x + self.attention_post_norm(self.attention(self.attention_norm(x), context))
+        return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x), context))
 
 
 class PositionTable(nn.Module):
@@ -382,14 +370,11 @@ def build_stage(model_config: ModelConfig, spec: StageSpec | None = None, *, dty
     return Stage(model_config, spec, params=params, parallel=ModelParallel.single_rank())
 
 
-def build_mlp(model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel) -> nn.Module:
+def build_mlp(model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int = 0) -> nn.Module:
     """A mixture of experts where a router is declared, else a dense MLP."""
+    dropout = HiddenDropout(model_config.hidden_dropout, layer, DropoutPlace.mlp, parallel.tp)
     if params.get("router.weight") is None:
-        return MLP(model_config, params, tensor_parallel=parallel.tp)
+        return MLP(model_config, params, tensor_parallel=parallel.tp, dropout=dropout)
     shared = params.submodule("shared")
-    return MoELayer(
-        model_config,
-        params,
-        parallel=parallel,
-        shared=MLP(model_config, shared, tensor_parallel=parallel.tp) if shared else None,
-    )
+    shared_mlp = MLP(model_config, shared, tensor_parallel=parallel.tp) if shared else None
+    return MoELayer(model_config, params, parallel=parallel, shared=shared_mlp, dropout=dropout)

@@ -8,7 +8,6 @@ from nanotrain.comm.device import compute_capability
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
-from nanotrain.config.derive import recomputed_modules
 from nanotrain.kernels.deferred_wgrad import WgradQueue
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model.fp8 import fp8_options, layers_in_bf16
@@ -115,7 +114,6 @@ def _model_parallel(config: Config, context: ParallelContext, *, wgrad_queue: Wg
         ep=context.group("ep"),
         etp=context.group("etp"),
         sequence=sequence,
-        recompute=Recompute(recomputed_modules(config.memory)),
         tracks_logits=config.optim.qk_clip or config.train.log_max_attention_logit,
         layers_in_bf16=layers_in_bf16(config.precision, config.model.num_layers),
         dp=context.group("dp"),

@@ -16,6 +16,7 @@ from nanotrain.memory.block_transforms import (
     describe_activations,
     offload_blocks,
     recompute_blocks,
+    recompute_parts,
     transform_blocks,
 )
 from nanotrain.memory.recompute import Recompute
@@ -53,8 +54,9 @@ def config_of(**memory: object) -> Config:
     return config_from_dict({"memory": memory})
 
 
-def test_the_list_is_compile_offload_recompute_and_all_are_off_by_default():
-    assert [transform.apply for transform in BLOCK_TRANSFORMS] == [compile_blocks, offload_blocks, recompute_blocks]
+def test_the_list_is_recompute_compile_offload_recompute_and_all_are_off_by_default():
+    transforms = [recompute_parts, compile_blocks, offload_blocks, recompute_blocks]
+    assert [transform.apply for transform in BLOCK_TRANSFORMS] == transforms
     block = Block()
     assert transform_blocks([block], Config(), recompute=Recompute()) == [block]
     assert "forward" not in vars(block)
@@ -105,7 +107,7 @@ def test_flags_enable_them():
     full, selective = (config_of(recompute_granularity=name) for name in ("full", "selective"))
     configs = compiled, config_of(cpu_offloading=True), full, selective
     enabled = [[transform.is_enabled(c) for transform in BLOCK_TRANSFORMS] for c in configs]
-    assert enabled == [[True, False, False], [False, True, False], [False, False, True], [False, False, False]]
+    assert enabled == [[number == row for number in range(4)] for row in (1, 2, 3, 0)]
 
 
 def test_an_added_transform_runs_in_its_place_in_the_list():

@@ -1,13 +1,17 @@
-"""Recomputed functions return the same values and gradients, and keep only their inputs."""
+"""Recomputed functions return the same values and gradients, and keep only their inputs, or discard their outputs."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from nanotrain.memory.recompute import Recompute
+from nanotrain.config.config import NormPlacement
+from nanotrain.memory.recompute import Recompute, recompute_modules
+from tests.model.building import LLAMA, build
 from tests.train.saved_tensors import SavedTensors
 
-N = 64
+N = 32
 
 
 def inputs() -> tuple[Tensor, Tensor]:
@@ -58,17 +62,15 @@ def test_without_gradients_a_function_runs_once():
     assert len(runs) == 1
 
 
-def test_only_named_modules_are_wrapped():
-    recompute = Recompute(["mlp"])
-    assert recompute.wrap("core_attn", chained_products) is chained_products
-    assert recompute.wrap("mlp", chained_products) is not chained_products
+def chained(first, second, recompute: Recompute | None = None):
+    """Both functions, one after the other; what the first returns is discarded."""
+    first, second = (recompute or Recompute()).discarding(first, second=second)
 
+    def run(*inputs, **options):
+        outputs = first(*inputs)
+        return second(*(outputs if isinstance(outputs, tuple) else (outputs,)), **options)
 
-@pytest.mark.parametrize("modules", [(), ("layernorm",)])
-def test_a_chain_is_its_two_functions(modules):
-    x, weight = inputs()
-    chain = Recompute(modules).chain("layernorm", torch.sin, second=chained_products)
-    assert torch.equal(chain(x, weight=weight), chained_products(x.sin(), weight=weight))
+    return run
 
 
 def test_the_random_state_is_neither_saved_nor_set(monkeypatch: pytest.MonkeyPatch):
@@ -78,3 +80,78 @@ def test_the_random_state_is_neither_saved_nor_set(monkeypatch: pytest.MonkeyPat
     x, weight = inputs()
     Recompute().checkpointed(chained_products)(x, weight=weight).sum().backward()
     assert calls == []
+
+
+def test_modules_of_a_block_are_recomputed_under_their_names_and_absent_ones_left_out():
+    config = replace(LLAMA, norm_placement=NormPlacement.post)
+    stage, recompute = build(config), Recompute()
+    block, names = stage.layers["0"], [name for name, _ in stage.named_parameters()]
+    recompute_modules(block, ["core_attn", "mlp", "moe", "layernorm", "mla_up_proj", "moe_act"], recompute=recompute)
+    assert "forward" in vars(block.mlp) and "forward" not in vars(block.mlp_norm), "a norm before it is not declared"
+    assert [name for name, _ in stage.named_parameters()] == names and list(stage.state_dict()) == names
+
+
+def weights(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(N, N, generator=generator).requires_grad_() for _ in range(count)]
+
+
+def scaled_sine(x: Tensor) -> Tensor:
+    return x.sin() * 2
+
+
+def products(y: Tensor, *, matrices: list[Tensor]) -> Tensor:
+    """Saves its input once per matrix, once as a view."""
+    return sum((y @ matrix for matrix in matrices), start=y.t() @ matrices[0])
+
+
+def test_an_output_that_is_saved_several_times_is_recomputed_once():
+    x, *matrices = weights(4)
+    runs = []
+    chain = chained(lambda x: runs.append(1) or scaled_sine(x), products)
+    saved = SavedTensors([x, *matrices])
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+        out = chain(x, matrices=matrices)
+    assert not saved.tensors and len(runs) == 1
+    gradients = torch.autograd.grad(out.sum(), [x, *matrices])
+    expected = torch.autograd.grad(products(scaled_sine(x), matrices=matrices).sum(), [x, *matrices])
+    assert len(runs) == 2 and all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
+
+
+def test_several_outputs_one_a_view_and_one_empty():
+    x, weight = weights(2)
+
+    def first(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        low, high = x.exp().chunk(2)
+        return low.sin(), high, x[:0]
+
+    def second(low: Tensor, high: Tensor, nothing: Tensor) -> Tensor:
+        return (low * high).sum() + (high @ weight).sum() + (nothing * nothing).sum()
+
+    chain = chained(first, second)
+    gradients, expected = (torch.autograd.grad(function, [x, weight]) for function in (chain(x), second(*first(x))))
+    assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
+
+
+def test_a_recomputed_second_function_reads_a_discarded_output():
+    x, weight = weights(2)
+    recompute = Recompute()
+
+    def second(y: Tensor) -> Tensor:
+        return (y @ weight).sin()
+
+    chain = chained(scaled_sine, recompute.checkpointed(second), recompute)
+    saved = SavedTensors([x, weight])
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+        out = chain(x)
+    assert not saved.tensors
+    gradients = torch.autograd.grad(out.sum(), [x, weight])
+    expected = torch.autograd.grad(second(scaled_sine(x)).sum(), [x, weight])
+    assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
+
+
+def test_a_frozen_input_is_passed_through():
+    x, weight = weights(2)
+    chain = chained(scaled_sine, lambda y: y @ weight)
+    (grad,) = torch.autograd.grad(chain(x.detach()).sum(), [weight])
+    assert torch.equal(grad, torch.autograd.grad((scaled_sine(x.detach()) @ weight).sum(), [weight])[0])

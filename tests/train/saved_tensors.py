@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,6 +114,10 @@ def microbatch(ctx: ParallelContext, words: str) -> Microbatch:
         config = with_values(config, {"data.reset_attention_mask": True})
     plan = plan_run(config, ctx.topology.world_size, rank=ctx.rank)
     stage = build_stages(plan, ctx)[0].module
+    transform = partial(transform_blocks, config=config, recompute=stage.parallel.recompute)
+    stage.layer_functions = transform(stage.layers.values())
+    for layer in stage.mtp_layers:
+        layer.block_functions = transform([layer.block])
     generator = torch.Generator().manual_seed(0)  # ranks may be threads, which share torch's own
     for param in stage.parameters():
         nn.init.normal_(param, std=0.02, generator=generator)
@@ -144,12 +149,10 @@ def kept_and_planned(ctx: ParallelContext, words: str) -> tuple[int, int]:
 def live_and_planned(ctx: ParallelContext, words: str) -> tuple[int, int]:
     """Bytes that the blocks of a stage keep of a microbatch, recomputation included: live, and by the formula."""
     case = microbatch(ctx, words)
-    blocks, recompute = case.stage.layers.values(), case.stage.parallel.recompute
-    functions = transform_blocks(blocks, case.plan.config, recompute=recompute)
 
     def forward() -> Tensor:
         hidden = case.hidden + 0
-        for function in functions:
+        for function in case.stage.layer_functions:
             hidden = function(hidden, case.context)
         return hidden
 

@@ -12,7 +12,7 @@ With etp > 1 the outputs of `down` are partial sums, which the token dispatcher 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ from nanotrain.kernels.deferred_wgrad import WgradQueue
 from nanotrain.kernels.fp8.grouped import select_fp8_gemm
 from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer, Fp8Options
 from nanotrain.kernels.grouped import GroupedOptions, grouped_linear, select_gemm
-from nanotrain.memory.recompute import Recompute
 
 EXPERT_LINEARS = ("gate", "up", "down")
 
@@ -34,7 +33,6 @@ class ExpertOptions:
 
     may_drop: bool = False  # whether there can be dropped tokens at the end, which belong to no expert
     wgrad_queue: WgradQueue | None = None  # defers weight gradients; None where no schedule does
-    recompute: Recompute = field(default_factory=Recompute)  # may recompute the activation
     fp8: Fp8Options | None = None  # how the products use fp8; None: they do not
     experts: ExpertRange | None = None  # those of this rank, for the amax history of fp8
     adds_down_bias: bool = True  # True on one rank of etp only, because the outputs of all of them are summed
@@ -59,12 +57,12 @@ class Experts(nn.Module):
         self.gate = None if gate is None else linear(gate, biases.get("gate"))
         self.up = linear(up, biases.get("up"))
         self.down = linear(down, biases.get("down"), adds_bias=options.adds_down_bias)
-        self._activate_and_down = options.recompute.chain("moe_act", activation, second=self.down)
+        self.activation = activation
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         """Tokens [P, H] sorted by expert -> [P, H] in the same order; offs [E] int32 is the end of each expert's."""
         inner = [self.up(x, offs)] if self.gate is None else [self.gate(x, offs), self.up(x, offs)]
-        out: Tensor = self._activate_and_down(*inner, offs=offs)
+        out: Tensor = self.down(self.activation(*inner), offs)
         return out
 
 

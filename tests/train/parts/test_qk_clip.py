@@ -7,7 +7,7 @@ import torch
 
 from nanotrain.comm.group import Group
 from nanotrain.config.config import ModelConfig, OptimConfig
-from nanotrain.memory.recompute import Recompute
+from nanotrain.memory.recompute import Recompute, recompute_modules
 from nanotrain.model.context import BatchContext
 from nanotrain.model.init import initialize
 from nanotrain.model.parallel import ModelParallel
@@ -89,8 +89,9 @@ def test_logits_below_the_threshold_and_those_that_are_not_finite_change_nothing
 
 
 def test_evaluation_and_recomputation_do_not_count() -> None:
-    recompute = Recompute(["core_attn"])
+    recompute = Recompute()
     stage = tracked(LLAMA, recompute=recompute)
+    recompute_modules(stage.layers["0"], ["core_attn"], recompute=recompute)
     (logits,) = logits_of(stage).values()
     with torch.no_grad():
         stage(None, BatchContext(random_batch()))
