@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanotrain.config.schema import nest_flat_values
+from nanotrain.config.schema import with_current_keys
 from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.spec.boxes import Box
@@ -150,13 +150,12 @@ def _manifest_of(body: dict[str, Any]) -> Manifest:
         for name, entry in object_of(body["tensors"], "tensors").items()
     }
     _check_sizes(tensors, files)
-    config = object_of(body["config"], "config")
     return Manifest(
         step=whole_number(body["step"], "step"),
         files=files,
         tensors=tensors,
         objects=object_of(body["objects"], "objects"),
-        config=config if body["version"] > 1 else nest_flat_values(config),
+        config=with_current_keys(object_of(body["config"], "config")),
         topology=object_of(body["topology"], "topology"),
     )
 

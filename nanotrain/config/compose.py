@@ -95,8 +95,9 @@ def compose_files(line: CommandLine) -> Composed:
         if not values_of_file:
             fix = "write section: {field: value} into it, or leave +config out"
             raise ConfigError(f"{recipe_path} sets nothing", why="it is empty, or has comments alone", fix=fix)
-        files |= dict.fromkeys(keys_of(values_of_file, str(recipe_path)), str(recipe_path))
-        values = to_plain(OmegaConf.merge(values, values_of_file))
+        settings = fields_of(values_of_file, str(recipe_path))
+        files |= dict.fromkeys(settings, str(recipe_path))
+        values = to_plain(OmegaConf.merge(values, nest(settings)))
     return Composed(values, files)
 
 
@@ -223,17 +224,18 @@ def merge_files(files: list[tuple[Path, str]], *, built_in: Path) -> tuple[dict[
     for path, package in files:
         content = read_yaml(path)
         content.pop("defaults", None)
-        contents.append(nest({package: content}) if package else content)
         shown = str(path.relative_to(built_in)) if path.is_relative_to(built_in) else str(path)
-        sources |= dict.fromkeys(keys_of(contents[-1], shown), shown)
+        settings = fields_of(nest({package: content}) if package else content, shown)
+        contents.append(nest(settings))
+        sources |= dict.fromkeys(settings, shown)
     if not any(contents):
         return {}, {}
     with composition_errors():
         return to_plain(OmegaConf.merge(*contents)), sources
 
 
-def keys_of(values_of_file: dict[str, Any], file: str) -> list[str]:
-    """The keys of the fields that a file sets, all of which must exist."""
+def fields_of(values_of_file: dict[str, Any], file: str) -> dict[str, Any]:
+    """The values that a file sets by key, all of which must exist."""
     if list(values_of_file) == ["config"]:
         raise ConfigError(
             f"{file} would fill a section config",
@@ -247,9 +249,9 @@ def keys_of(values_of_file: dict[str, Any], file: str) -> list[str]:
             fix=f"put it into a folder config/ and write --config-dir FOLDER +config={Path(file).stem}",
         )
     errors = ErrorCollector()
-    keys = [key for key, _ in flatten(values_of_file, errors=errors)]
+    settings = dict(flatten(values_of_file, errors=errors))
     errors.raise_errors(where=f" in {file}")
-    return keys
+    return settings
 
 
 def merge_settings(

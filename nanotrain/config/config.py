@@ -19,6 +19,7 @@ from nanotrain.config.model import (
     PositionEmbedding,
     RouterScore,
     SoftmaxType,
+    YarnConfig,
 )
 from nanotrain.config.option import above, at_least, between, option, section, url
 
@@ -34,6 +35,7 @@ __all__ = [  # the sections that config/model.py holds
     "PositionEmbedding",
     "RouterScore",
     "SoftmaxType",
+    "YarnConfig",
 ]
 
 
@@ -165,6 +167,22 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True)
+class Fp8Config:
+    """Matrix products in fp8; used when fp8_format is set."""
+
+    format: Fp8Format = option(None, "matrix products of linear layers in fp8: e4m3, or hybrid (gradients in e5m2); unset: in params_dtype")
+    recipe: str = option("delayed", "name of the fp8 scaling recipe, such as delayed or tensorwise")
+    margin: int = option(0, "delayed: scales are lower than the amax allows by 2^margin", check=at_least(0))
+    amax_history_len: int = option(1, "delayed: steps of the amax history", check=at_least(1))
+    amax_compute_algo: AmaxAlgo = option(AmaxAlgo.most_recent, "delayed: amax of the history: most_recent or max")
+    wgrad: bool = option(True, "weight gradients in fp8; off: in params_dtype")
+    param_gather: bool = option(False, "keep the weights of fp8 products in fp8 and all-gather them so; the same values")
+    first_last_layers_bf16: bool = option(False, "no fp8 in the first and last layers", name="first_last_layers_bf16")
+    num_layers_at_start_in_bf16: int = option(1, "layers at the start without fp8", name="num_layers_at_start_in_bf16", check=at_least(0))
+    num_layers_at_end_in_bf16: int = option(1, "layers at the end without fp8", name="num_layers_at_end_in_bf16", check=at_least(0))
+
+
+@dataclass(frozen=True)
 class PrecisionConfig:
     """Data types of parameters, gradients and optimizer state."""
 
@@ -181,16 +199,7 @@ class PrecisionConfig:
     min_loss_scale: float = option(1.0, "fp16: minimum loss scale", check=above(0))
     loss_scale_window: int = option(1000, "fp16: steps without overflow before the loss scale doubles", check=at_least(1))
     hysteresis: int = option(2, "fp16: overflows before the loss scale halves", check=at_least(1))
-    fp8_format: Fp8Format | None = option(None, "matrix products of linear layers in fp8: e4m3, or hybrid (gradients in e5m2); unset: in params_dtype")
-    fp8_recipe: str = option("delayed", "name of the fp8 scaling recipe, such as delayed or tensorwise")
-    fp8_margin: int = option(0, "delayed: scales are lower than the amax allows by 2^margin", check=at_least(0))
-    fp8_amax_history_len: int = option(1, "delayed: steps of the amax history", check=at_least(1))
-    fp8_amax_compute_algo: AmaxAlgo = option(AmaxAlgo.most_recent, "delayed: amax of the history: most_recent or max")
-    fp8_wgrad: bool = option(True, "weight gradients in fp8; off: in params_dtype")
-    fp8_param_gather: bool = option(False, "keep the weights of fp8 products in fp8 and all-gather them so; the same values")
-    first_last_layers_bf16: bool = option(False, "no fp8 in the first and last layers")
-    num_layers_at_start_in_bf16: int = option(1, "layers at the start without fp8", check=at_least(0))
-    num_layers_at_end_in_bf16: int = option(1, "layers at the end without fp8", check=at_least(0))
+    fp8: Fp8Config | None = section(Fp8Config, prefix="fp8_", switch="format")
 
 
 @dataclass(frozen=True)

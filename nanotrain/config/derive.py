@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import replace
-from math import lcm, log
+from math import lcm
 from typing import Any
 
 from nanotrain.config.batch_schedule import read_steps
@@ -92,31 +92,6 @@ def rotary_dim(model_config: ModelConfig) -> int:
     if model_config.mla is not None:
         return model_config.mla.qk_pos_emb_head_dim
     return int(head_dim(model_config) * model_config.rotary_percent)
-
-
-def rotary_mscale(model_config: ModelConfig) -> float:
-    """The factor on the cosines and sines of RoPE: 1 without YaRN.
-
-    >>> rotary_mscale(ModelConfig(position_embedding_type=PositionEmbedding.yarn, rotary_scaling_factor=1.0))
-    1.0
-    """
-    return _mscale(model_config, model_config.mscale) / _mscale(model_config, model_config.mscale_all_dim)
-
-
-def softmax_mscale(model_config: ModelConfig) -> float:
-    """The factor on the softmax scale of MLA: 1 without YaRN.
-
-    >>> softmax_mscale(ModelConfig(mscale_all_dim=1.0))
-    1.0
-    """
-    return _mscale(model_config, model_config.mscale_all_dim) ** 2
-
-
-def _mscale(model_config: ModelConfig, coefficient: float) -> float:
-    """YaRN's logarithmic growth with the scaling factor (Peng et al. 2023, equation 22)."""
-    if model_config.position_embedding_type is not PositionEmbedding.yarn:
-        return 1.0
-    return 0.1 * coefficient * log(model_config.rotary_scaling_factor) + 1.0
 
 
 def ffn_size(model_config: ModelConfig) -> int:

@@ -5,6 +5,7 @@ Fields are named as in Megatron-LM where it has them; `config.py` holds the othe
 
 from dataclasses import dataclass
 from enum import Enum
+from math import log
 
 from nanotrain.config.option import above, at_least, between, option, section
 
@@ -98,6 +99,37 @@ class MTPConfig:
 
 
 @dataclass(frozen=True)
+class YarnConfig:
+    """YaRN (Peng et al. 2023), RoPE for longer contexts; used with position_embedding_type yarn."""
+
+    rotary_scaling_factor: float = option(1.0, "YaRN: factor between the context length and the original one", check=at_least(1))
+    original_max_position_embeddings: int = option(4096, "YaRN: context length before the extension", check=at_least(1))
+    beta_fast: float = option(32.0, "YaRN: pairs with more rotations in the original context are not scaled", check=above(0))
+    beta_slow: float = option(1.0, "YaRN: pairs with fewer rotations in the original context are scaled fully", check=above(0))
+    correction_range_round_to_int: bool = option(True, "YaRN: round the range of interpolated pairs to whole pairs", name="yarn_correction_range_round_to_int")
+    mscale: float = option(1.0, "YaRN: coefficient of the growth of cosines and sines", check=at_least(0))
+    mscale_all_dim: float = option(0.0, "YaRN: coefficient that divides it, with MLA of the growth of the softmax scale; 0: none", check=at_least(0))
+
+    @property
+    def rotary_mscale(self) -> float:
+        """The factor on the cosines and sines.
+
+        >>> YarnConfig(rotary_scaling_factor=1.0).rotary_mscale
+        1.0
+        """
+        return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+
+    @property
+    def softmax_mscale(self) -> float:
+        """The factor on the softmax scale of MLA."""
+        return self._growth(self.mscale_all_dim) ** 2
+
+    def _growth(self, coefficient: float) -> float:
+        """The logarithmic growth with the scaling factor (equation 22)."""
+        return 0.1 * coefficient * log(self.rotary_scaling_factor) + 1.0
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The architecture of a GPT; names as in Megatron-LM."""
 
@@ -114,13 +146,6 @@ class ModelConfig:
     rotary_base: float = option(10000.0, "base of the rotary frequencies", check=above(0))
     rotary_percent: float = option(1.0, "share of the channels of a head that RoPE rotates, the first ones", check=above(0))
     no_rope_freq: str = option("0", "layers without rotary positions: N for every Nth layer, 0 for none, or a pattern such as [0]*3+[1] with 1 for each of them")
-    rotary_scaling_factor: float = option(1.0, "YaRN: factor between the context length and the original one", check=at_least(1))
-    original_max_position_embeddings: int = option(4096, "YaRN: context length before the extension", check=at_least(1))
-    beta_fast: float = option(32.0, "YaRN: pairs with more rotations in the original context are not scaled", check=above(0))
-    beta_slow: float = option(1.0, "YaRN: pairs with fewer rotations in the original context are scaled fully", check=above(0))
-    yarn_correction_range_round_to_int: bool = option(True, "YaRN: round the range of interpolated pairs to whole pairs")
-    mscale: float = option(1.0, "YaRN: coefficient of the growth of cosines and sines", check=at_least(0))
-    mscale_all_dim: float = option(0.0, "YaRN: coefficient that divides it, with MLA of the growth of the softmax scale; 0: none", check=at_least(0))
     use_rope_scaling: bool = option(False, "RoPE frequency scaling of Llama 3.1")
     rope_scaling_factor: float = option(8.0, "Llama 3.1: factor on the wavelengths of low frequencies", check=above(0))
     rope_low_freq_factor: float = option(1.0, "Llama 3.1: wavelengths above original / low are scaled fully", check=above(0))
@@ -151,6 +176,7 @@ class ModelConfig:
     final_logit_softcapping: float | None = option(None, "soft-cap logits by c * tanh(logits / c); unset: none", check=above(0))
     multi_latent_attention: bool = option(False, "multi-latent attention: low-rank compression of keys and values (DeepSeek)")
     init_method_std: float = option(0.02, "standard deviation of the initial weights; output projections get std / sqrt(2 * num_layers)", check=above(0))
+    yarn: YarnConfig | None = section(YarnConfig, switch="position_embedding_type", value="yarn")
     mla: MLAConfig | None = section(MLAConfig, switch="multi_latent_attention")
     moe: MoEConfig | None = section(MoEConfig, prefix="moe_", switch="num_experts")
     mtp: MTPConfig = section(MTPConfig, prefix="mtp_")

@@ -126,8 +126,8 @@ def flatten(values: Mapping[str, Any], *, errors: ErrorCollector, path: str = ""
     """Key and value of every field in nested mappings; unknown names are collected in `errors`."""
     for name, value in values.items():
         key = f"{path}{name}"
-        if key in KEYS:
-            yield key, value
+        if entry := entry_of(key):
+            yield entry.key, value
         elif key not in SECTIONS:
             if key not in REMOVED:
                 errors.errors.append(unknown_key(key))
@@ -136,6 +136,18 @@ def flatten(values: Mapping[str, Any], *, errors: ErrorCollector, path: str = ""
         else:
             fix = f"write {key}.FIELD"
             errors.errors.append(ConfigError(f"section {key} is {value!r}", why="a section holds fields", fix=fix))
+
+
+def entry_of(key: str) -> Entry | None:
+    """The field of a key; a nested section may be left out, as in files written before it existed.
+
+    >>> entry_of("model.moe_router_topk").key, entry_of("optim.fp8_format")
+    ('model.moe.router_topk', None)
+    """
+    section, _, name = key.rpartition(".")
+    entry = ENTRIES.get(name)
+    is_inside = entry is not None and section != "" and entry.section.startswith(f"{section}.")
+    return entry if is_inside else KEYS.get(key)
 
 
 def unknown_key(key: str) -> ConfigError:
@@ -207,17 +219,22 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def nest_flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values whose model section is flat (`moe_router_topk`), as before checkpoint format 2, in their nested form.
+def with_current_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a saved configuration with every field at its present key; unknown names stay.
 
-    >>> nest_flat_values({"model": {"num_layers": 2, "num_experts": 4}})
+    >>> with_current_keys({"model": {"num_layers": 2, "num_experts": 4}})
     {'model': {'num_layers': 2, 'moe': {'num_experts': 4}}}
     """
-    model = values.get("model")
-    if not isinstance(model, Mapping):
-        return dict(values)
-    keys = {name: ENTRIES[name].key if name in ENTRIES else f"model.{name}" for name in model}
-    return {**values, "model": {}, **nest({keys[name]: value for name, value in model.items()})}
+
+    def walk(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+        for name, value in values.items():
+            entry = entry_of(f"{path}{name}")
+            if entry is None and isinstance(value, Mapping) and value:
+                yield from walk(value, f"{path}{name}.")
+            else:
+                yield entry.key if entry else f"{path}{name}", value
+
+    return nest(dict(walk(values)))
 
 
 def check_choice(name: str, value: str, *, known: Iterable[str], why: str = "the known names are") -> None:

@@ -176,10 +176,14 @@ def implied(config: Config, explicit: frozenset[str], *, line: CommandLine) -> I
     """
     model, has_rope_type = config.model, any(argument.flag == "--rope-type" for argument in line.megatron)
     is_rope = model.position_embedding_type is PositionEmbedding.rope and not has_rope_type
-    if model.multi_latent_attention and is_rope and model.rotary_scaling_factor > 1:
-        yield "position_embedding_type", "yarn", f"MLA with rotary_scaling_factor {model.rotary_scaling_factor:g}"
-    if config.precision.fp8_param_gather and any(
-        argument.flag == "--reuse-grad-buf-for-mxfp8-param-ag" for argument in line.megatron
+    factor = model.yarn.rotary_scaling_factor if model.yarn is not None else 1.0
+    if model.multi_latent_attention and is_rope and factor > 1:
+        yield "position_embedding_type", "yarn", f"MLA with rotary_scaling_factor {factor:g}"
+    fp8 = config.precision.fp8
+    if (
+        fp8 is not None
+        and fp8.param_gather
+        and any(argument.flag == "--reuse-grad-buf-for-mxfp8-param-ag" for argument in line.megatron)
     ):
         yield "fp8_param_gather", False, "--reuse-grad-buf-for-mxfp8-param-ag gathers parameters in bf16"
     fsdp = [flag for flag in flags_of(line) if flag in ("--use-megatron-fsdp", "--use-custom-fsdp")]

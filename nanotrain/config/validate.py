@@ -51,7 +51,7 @@ def collect_errors(
     if unreadable.isdisjoint(("data_stages", "train_iters")):
         with errors:
             read_stages(config.data.stages, config.train.train_iters)
-    if config.precision.fp8_format is not None:
+    if config.precision.fp8 is not None:
         check_rules(config, FP8_RULES, errors=errors, unreadable=unreadable)
     if to_train and is_model_known(config):
         check_rules(config, layout_rules(config), errors=errors, unreadable=unreadable)
@@ -81,7 +81,7 @@ def check_layout(config: Config) -> None:
 
 def layout_rules(config: Config) -> tuple[Rule, ...]:
     """The rules for layouts and recomputation, and for the sizes of fp8 matrices where there are any."""
-    has_fp8 = config.precision.fp8_format is not None
+    has_fp8 = config.precision.fp8 is not None
     return (*LAYOUT_RULES, *MEMORY_RULES, *(FP8_LAYOUT_RULES if has_fp8 else ()))
 
 

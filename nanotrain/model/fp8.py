@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
-from nanotrain.config.config import AmaxAlgo, PrecisionConfig
+from nanotrain.config.config import AmaxAlgo, Fp8Config
 from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Options
 from nanotrain.precision.fp8 import FP8_FORMATS, GROUPED_CAPABILITY, RECIPES
 
@@ -50,25 +50,25 @@ class ExpertAmax:
 
 
 def fp8_options(
-    precision: PrecisionConfig, *, sequence: Group, capability: tuple[int, int] | None = None
+    fp8: Fp8Config | None, *, sequence: Group, capability: tuple[int, int] | None = None
 ) -> Fp8Options | None:
     """The options of dense layers; None without fp8.
 
     Args:
-        precision: section of the configuration.
+        fp8: section of the configuration; None for no layer in fp8.
         sequence: ranks that hold the tokens of one sequence (tp x cp).
         capability: CUDA compute capability; None on a CPU, which emulates every product.
     """
-    if precision.fp8_format is None:
+    if fp8 is None:
         return None
-    recipe = RECIPES[precision.fp8_recipe]
+    recipe = RECIPES[fp8.recipe]
     return Fp8Options(
         recipe,
-        FP8_FORMATS[precision.fp8_format.value],
-        wgrad=precision.fp8_wgrad,
-        margin=precision.fp8_margin,
-        history_length=precision.fp8_amax_history_len,
-        uses_largest=precision.fp8_amax_compute_algo is AmaxAlgo.max,
+        FP8_FORMATS[fp8.format.value],
+        wgrad=fp8.wgrad,
+        margin=fp8.margin,
+        history_length=fp8.amax_history_len,
+        uses_largest=fp8.amax_compute_algo is AmaxAlgo.max,
         has_grouped_mm=capability in (None, GROUPED_CAPABILITY),
         reduce_amax=DenseAmax(sequence) if recipe.is_per_tensor and sequence.size > 1 else None,
     )
@@ -80,9 +80,9 @@ def expert_fp8_options(options: Fp8Options, experts: ExpertRange, *, etp: Group,
     return replace(options, reduce_amax=ExpertAmax(etp, sequence, experts) if is_shared else None)
 
 
-def layers_in_bf16(precision: PrecisionConfig, num_layers: int) -> frozenset[int]:
+def layers_in_bf16(fp8: Fp8Config | None, num_layers: int) -> frozenset[int]:
     """The layers without fp8 products."""
-    if not precision.first_last_layers_bf16:
+    if fp8 is None or not fp8.first_last_layers_bf16:
         return frozenset()
-    start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    start, end = fp8.num_layers_at_start_in_bf16, fp8.num_layers_at_end_in_bf16
     return frozenset(range(num_layers)) - frozenset(range(start, num_layers - end))

@@ -23,7 +23,6 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from nanotrain.config.config import ModelConfig
-from nanotrain.config.derive import softmax_mscale
 from nanotrain.model.context import LayerContext
 from nanotrain.model.dropout import DropoutPlace, HiddenDropout
 from nanotrain.model.norm import build_norm
@@ -80,7 +79,7 @@ class MultiLatentAttention(nn.Module):
         self.kv_up = sharded(*params.linear("kv_up"))
         self.output = RowParallelLinear(*params.linear("output"), tensor_parallel=parallel.tp)
         self.dropout = HiddenDropout(model_config.hidden_dropout, layer, DropoutPlace.attention, parallel.tp)
-        self.softmax_mscale = softmax_mscale(model_config)
+        self.softmax_mscale = 1.0 if model_config.yarn is None else model_config.yarn.softmax_mscale
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanotrain.config.config import ModelConfig, PositionEmbedding
-from nanotrain.config.derive import rotary_dim, rotary_mscale
+from nanotrain.config.config import ModelConfig, YarnConfig
+from nanotrain.config.derive import rotary_dim
 
 
 @dataclass(frozen=True)
@@ -34,26 +34,26 @@ def inverse_frequencies(model_config: ModelConfig, *, is_local: bool = False) ->
     if is_local and model_config.rotary_base_local is not None:
         return 1.0 / model_config.rotary_base_local**exponents
     unscaled = 1.0 / model_config.rotary_base**exponents / model_config.rotary_seq_len_interpolation_factor
-    if model_config.position_embedding_type is PositionEmbedding.yarn:
-        return _scale_yarn(unscaled, model_config)
+    if model_config.yarn is not None:
+        return _scale_yarn(unscaled, model_config.yarn, base=model_config.rotary_base)
     return _scale(unscaled, model_config) if model_config.use_rope_scaling else unscaled
 
 
-def _scale_yarn(unscaled: Tensor, model_config: ModelConfig) -> Tensor:
+def _scale_yarn(unscaled: Tensor, yarn: YarnConfig, *, base: float) -> Tensor:
     """YaRN: divide the frequency of slow pairs by the factor, keep that of fast ones, interpolate between by index."""
-    size, original = 2 * len(unscaled), model_config.original_max_position_embeddings
+    size, original = 2 * len(unscaled), yarn.original_max_position_embeddings
 
     def pair_with(rotations: float) -> float:
         """The index of the pair that turns this often in the original context."""
         turns = math.log(original / (rotations * 2 * math.pi))
-        return size * turns / (2 * math.log(model_config.rotary_base))
+        return size * turns / (2 * math.log(base))
 
-    first, last = pair_with(model_config.beta_fast), pair_with(model_config.beta_slow)
-    if model_config.yarn_correction_range_round_to_int:
+    first, last = pair_with(yarn.beta_fast), pair_with(yarn.beta_slow)
+    if yarn.correction_range_round_to_int:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, size - 1)
     is_slow = ((torch.arange(len(unscaled), device="cpu") - first) / max(last - first, 1e-3)).clamp(0, 1)
-    return unscaled / model_config.rotary_scaling_factor * is_slow + unscaled * (1 - is_slow)
+    return unscaled / yarn.rotary_scaling_factor * is_slow + unscaled * (1 - is_slow)
 
 
 def _scale(unscaled: Tensor, model_config: ModelConfig) -> Tensor:
@@ -84,7 +84,7 @@ class RotaryTables:
     def __init__(self, model_config: ModelConfig, *, is_local: bool = False) -> None:
         self._inverse_frequencies = inverse_frequencies(model_config, is_local=is_local)
         is_scaled = not is_local or model_config.rotary_base_local is None
-        self._length = rotary_mscale(model_config) if is_scaled else 1.0
+        self._length = model_config.yarn.rotary_mscale if is_scaled and model_config.yarn is not None else 1.0
         self._cache: dict[tuple[torch.device, torch.dtype], Rotary] = {}
 
     def at(self, positions: int | Tensor, *, like: Tensor) -> Rotary:

@@ -18,7 +18,7 @@ from nanotrain.parallel.pp.schedules import build_schedule
 BREAKS: dict[str, Callable[[Config], object]] = {
     "linear layers with tensor parallelism, fp8 or deferred weight gradients (parallel/tp/linears.py)": lambda config: (
         config.parallel.tensor_model_parallel_size > 1
-        or config.precision.fp8_format is not None
+        or config.precision.fp8 is not None
         or _defers_wgrad(config.parallel)
     ),
     "collectives of sequence parallelism (comm/autograd.py)": lambda config: (

@@ -87,7 +87,8 @@ def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> B
 
 def _amax_groups(config: Config, buffer: BufferPlan, *, context: ParallelContext) -> tuple[Group, ...]:
     """Groups, besides the data-parallel ones, whose ranks share the scale of an fp8 weight."""
-    if not RECIPES[config.precision.fp8_recipe].is_per_tensor:
+    fp8 = config.precision.fp8
+    if fp8 is None or not RECIPES[fp8.recipe].is_per_tensor:
         return ()
     return (context.group("etp" if buffer.layout.params[0].spec.is_expert else "tp"),)
 
@@ -107,7 +108,7 @@ def _model_parallel(config: Config, context: ParallelContext, *, wgrad_queue: Wg
     """The groups that the layers of a stage communicate over."""
     parallel, sequence = config.parallel, context.group("tp_cp")
     attention = AttentionChoice.of(config, AttentionDevice.of(context.device))
-    fp8 = fp8_options(config.precision, sequence=sequence, capability=compute_capability(context.device))
+    fp8 = fp8_options(config.precision.fp8, sequence=sequence, capability=compute_capability(context.device))
     return ModelParallel(
         tp=TensorParallel(context.group("tp"), parallel.sequence_parallel, wgrad_queue, fp8),
         core_attention=build_core_attention(parallel.cp_comm_type, context.group("cp"), kernels=attention.kernels()),
@@ -115,6 +116,6 @@ def _model_parallel(config: Config, context: ParallelContext, *, wgrad_queue: Wg
         etp=context.group("etp"),
         sequence=sequence,
         tracks_logits=config.optim.qk_clip or config.train.log_max_attention_logit,
-        layers_in_bf16=layers_in_bf16(config.precision, config.model.num_layers),
+        layers_in_bf16=layers_in_bf16(config.precision.fp8, config.model.num_layers),
         dp=context.group("dp"),
     )

@@ -33,10 +33,14 @@ def test_settings_are_merged_over_the_files_in_order():
     assert values["model"]["moe"]["num_experts"] == "4"
 
 
-def test_a_flat_model_section_of_an_old_run_is_refused_with_the_new_key(tmp_path):
-    path = write(tmp_path / "config.yaml", "model:\n  moe_router_topk: 2\n")
+def test_the_sections_of_an_old_run_are_read_and_a_flag_overrides_them(tmp_path):
+    path = write(
+        tmp_path / "config.yaml", "model:\n  moe_router_topk: 2\n  num_experts: 4\n  moe_aux_loss_coeff: 0.1\n"
+    )
+    config = load_config([f"+config={path}", "--moe-router-topk", "3"])
+    assert (config.model.moe.router_topk, config.model.moe.aux_loss_coeff) == (3, [0.1])
     with pytest.raises(ConfigError, match="did you mean model.moe.router_topk?"):
-        load_config([f"+config={path}"])
+        load_config(["model.moe_router_topk=2"])
 
 
 def test_the_recipes_are_found():

@@ -117,9 +117,9 @@ def test_the_goal_of_accepted_flags_is_met():
             "gpt_oss_20b",
             {
                 "model.position_embedding_type": "yarn",
-                "model.rotary_scaling_factor": 32.0,
-                "model.original_max_position_embeddings": 131072,
-                "model.yarn_correction_range_round_to_int": False,
+                "model.yarn.rotary_scaling_factor": 32.0,
+                "model.yarn.original_max_position_embeddings": 131072,
+                "model.yarn.correction_range_round_to_int": False,
                 "model.window_size": 127,
             },
         ),
@@ -129,7 +129,7 @@ def test_the_goal_of_accepted_flags_is_met():
             {
                 "parallel.num_virtual_stages_per_pipeline_rank": 12,
                 "parallel.account_for_loss_in_pipeline_split": True,
-                "precision.fp8_param_gather": False,
+                "precision.fp8.param_gather": False,
                 "precision.exp_avg_dtype": "bf16",
             },
         ),

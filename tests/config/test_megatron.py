@@ -29,7 +29,7 @@ from nanotrain.config.megatron import (
     row_of,
     train_samples,
 )
-from nanotrain.config.schema import ENTRIES, convert
+from nanotrain.config.schema import ENTRIES, convert, value_of
 from nanotrain.config.tables import read_table
 from nanotrain.errors import ConfigError
 from tests.config.asking import config_of
@@ -98,7 +98,7 @@ def test_a_script_of_an_earlier_version_loads_with_its_values():
         --initial-loss-scale 65536"""
     loaded = load(line.split())
     config = loaded.config
-    assert config.model.norm_epsilon == 1e-6 and config.precision.fp8_format.value == "hybrid"
+    assert config.model.norm_epsilon == 1e-6 and config.precision.fp8.format.value == "hybrid"
     assert (config.memory.recompute_granularity.value, config.memory.recompute_method.value) == ("full", "block")
     assert config.memory.recompute_num_layers == 2
     assert config.precision.initial_loss_scale == 2.0**32, "bf16 has no loss scale, in Megatron-LM neither"
@@ -149,17 +149,16 @@ def test_flags_with_one_cure_are_named_together():
     [
         (
             "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 512",
-            "original",
+            "yarn.original_max_position_embeddings",
             512,
         ),
-        ("--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-beta-fast 16", "beta_fast", 16.0),
-        ("--multi-latent-attention --qk-nope-head-dim 32", "qk_head_dim", 32),
+        ("--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-beta-fast 16", "yarn.beta_fast", 16.0),
+        ("--multi-latent-attention --qk-nope-head-dim 32", "mla.qk_head_dim", 32),
     ],
 )
 def test_other_spellings_set_the_field(arguments, key, value):
     model = load(arguments.split()).config.model
-    found = {"original": model.original_max_position_embeddings, "beta_fast": model.beta_fast}
-    assert (found | {"qk_head_dim": model.mla and model.mla.qk_head_dim})[key] == value
+    assert value_of(model, key) == value
 
 
 def test_the_padded_vocabulary_overrules_its_multiple():

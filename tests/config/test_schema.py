@@ -21,6 +21,7 @@ from nanotrain.config.schema import (
     plain,
     to_dict,
     value_of,
+    with_current_keys,
     with_values,
 )
 from nanotrain.errors import ConfigError, ConfigErrors, ErrorCollector
@@ -134,8 +135,12 @@ def test_fields_of_nested_sections_have_a_key_and_a_flag():
     assert list(flags.values()) == ["--moe-router-topk", "--num-experts", "--v-head-dim"]
     changed = with_values(config, {"model.moe.router_topk": 2})
     assert changed.model.moe.router_topk == 2 and changed.model.moe.num_experts == 8
-    with pytest.raises(ConfigError, match="did you mean model.moe.router_topk?"):
-        config_from_dict({"model": {"moe_router_topk": 4}})
+
+
+def test_keys_of_files_written_before_a_nested_section_existed_are_read():
+    before = {"model": {"moe_router_topk": 4, "num_experts": 8}, "precision": {"fp8_format": "e4m3"}}
+    now = {"model": {"moe": {"router_topk": 4, "num_experts": 8}}, "precision": {"fp8": {"format": "e4m3"}}}
+    assert config_from_dict(before) == config_from_dict(now) and with_current_keys(before) == now
 
 
 def test_all_bad_values_are_in_one_error():

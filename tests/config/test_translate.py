@@ -229,7 +229,7 @@ def test_numbers_are_compared_as_numbers():
 def test_the_positions_of_gpt_oss_overrule_the_line_in_any_order(others):
     for text in (f"--enable-gpt-oss {others}", f"{others} --enable-gpt-oss"):
         model = loaded(text).config.model
-        assert (model.position_embedding_type, model.rotary_scaling_factor) == (PositionEmbedding.yarn, 32.0)
+        assert (model.position_embedding_type, model.yarn.rotary_scaling_factor) == (PositionEmbedding.yarn, 32.0)
 
 
 def test_mla_without_norms_is_noted():

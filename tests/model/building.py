@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from nanotrain.config.config import Activation, ModelConfig, Normalization, PositionEmbedding
+from nanotrain.config.config import Activation, ModelConfig, Normalization, PositionEmbedding, YarnConfig
 from nanotrain.data.batch import Batch
 from nanotrain.model.init import initialize
 from nanotrain.model.transformer import Stage, build_stage
@@ -30,8 +30,7 @@ LLAMA3 = replace(
 YARN = replace(
     LLAMA,
     position_embedding_type=PositionEmbedding.yarn,
-    rotary_scaling_factor=4.0,
-    original_max_position_embeddings=16,
+    yarn=YarnConfig(rotary_scaling_factor=4.0, original_max_position_embeddings=16),
 )
 QWEN2 = replace(LLAMA, add_qkv_bias=True, rotary_base=1000000.0)
 QWEN3 = replace(LLAMA, qk_layernorm=True, kv_channels=16)

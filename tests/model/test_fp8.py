@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nanotrain.comm.group import Group
-from nanotrain.config.config import AmaxAlgo, Fp8Format, PrecisionConfig
+from nanotrain.config.config import AmaxAlgo, Fp8Config, Fp8Format
 from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer
 from nanotrain.model.fp8 import (
     DenseAmax,
@@ -20,12 +20,12 @@ from nanotrain.train.parts.fp8_amaxes import fp8_layers, update_amax_histories
 from tests.harness import ranks
 
 SEQUENCE, ETP = Group.single_rank("tp_cp"), Group.single_rank("etp")
-DELAYED = PrecisionConfig(fp8_format=Fp8Format.hybrid, fp8_amax_history_len=4)
+DELAYED = Fp8Config(format=Fp8Format.hybrid, amax_history_len=4)
 
 
 def test_options_are_those_of_the_configuration() -> None:
-    assert fp8_options(PrecisionConfig(), sequence=SEQUENCE) is None
-    options = fp8_options(replace(DELAYED, fp8_margin=1, fp8_amax_compute_algo=AmaxAlgo.max), sequence=SEQUENCE)
+    assert fp8_options(None, sequence=SEQUENCE) is None
+    options = fp8_options(replace(DELAYED, margin=1, amax_compute_algo=AmaxAlgo.max), sequence=SEQUENCE)
     assert options is not None
     assert (options.margin, options.history_length, options.uses_largest) == (1, 4, True)
     assert options.dtypes.backward is torch.float8_e5m2

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanotrain.config.config import MLAConfig, ModelConfig
-from nanotrain.config.derive import rotary_mscale, softmax_mscale
+from nanotrain.config.config import MLAConfig, ModelConfig, YarnConfig
 from nanotrain.model.rope import Rotary, RotaryTables, apply_rotary, inverse_frequencies
 from tests.model.building import LLAMA, LLAMA3, YARN
 
@@ -108,18 +107,19 @@ def test_yarn_is_that_of_transformers(width: int, mscale: float, mscale_all_dim:
         YARN,
         kv_channels=width,
         rotary_base=1e6,
-        rotary_scaling_factor=8.0,
-        original_max_position_embeddings=512,
-        beta_fast=24.0,
-        beta_slow=2.0,
-        mscale=mscale,
-        mscale_all_dim=mscale_all_dim,
+        yarn=YarnConfig(
+            rotary_scaling_factor=8.0,
+            original_max_position_embeddings=512,
+            beta_fast=24.0,
+            beta_slow=2.0,
+            mscale=mscale,
+            mscale_all_dim=mscale_all_dim,
+        ),
     )
     torch.testing.assert_close(inverse_frequencies(ours), expected)
-    assert rotary_mscale(ours) == pytest.approx(length)
+    assert ours.yarn.rotary_mscale == pytest.approx(length)
     # DeepSeek-V3's attention multiplies the scale of its softmax as well
-    assert softmax_mscale(ours) == pytest.approx((0.1 * mscale_all_dim * math.log(8) + 1) ** 2)
-    assert (rotary_mscale(LLAMA), softmax_mscale(LLAMA)) == (1.0, 1.0)
+    assert ours.yarn.softmax_mscale == pytest.approx((0.1 * mscale_all_dim * math.log(8) + 1) ** 2)
 
 
 def test_a_share_of_the_channels_is_rotated_and_the_rest_stays() -> None:

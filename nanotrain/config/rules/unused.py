@@ -49,6 +49,10 @@ class Unused:
     is_harmless: bool = False  # published scripts of Megatron-LM set the fields all the same: reset, not refused
 
 
+# fields of absent sections that published scripts of Megatron-LM set
+HARMLESS = {"rotary_scaling_factor", "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim"}
+
+
 def is_off(v: Values, *, name: str, value: str) -> bool:
     """Whether the switch of a section is off."""
     return bool(v[name] != value if value else not v[name])
@@ -61,15 +65,17 @@ def of_absent_sections() -> Iterator[Unused]:
         if not name:
             continue
         switch = KEYS.get(f"{section}.{name}") or KEYS[f"{section.rpartition('.')[0]}.{name}"]
-        names = " ".join(entry.name for entry in entries_of(section) if entry is not switch)
+        names = [entry.name for entry in entries_of(section) if entry is not switch]
         owner = f"{switch.name} {value}" if value else switch.name
-        yield Unused(
-            names,
-            switch.name,
-            partial(is_off, name=switch.name, value=value),
-            f"it belongs to {owner}{', which is unset' if switch.is_optional else ''}",
-            f"set {switch.flag}{f' {value}' if value else ''}",
-        )
+        for is_harmless in (False, True):
+            yield Unused(
+                " ".join(name for name in names if (name in HARMLESS) is is_harmless),
+                switch.name,
+                partial(is_off, name=switch.name, value=value),
+                f"it belongs to {owner}{', which is unset' if switch.is_optional else ''}",
+                f"set {switch.flag}{f' {value}' if value else ''}",
+                is_harmless,
+            )
 
 
 def update_rules(v: Values) -> set[str]:
@@ -92,18 +98,10 @@ UNUSED = (
         "multi_latent_attention scales its rotary channels by YaRN only", is_harmless=True),
     Unused("rotary_percent", "multi_latent_attention", lambda v: v.multi_latent_attention,
         "qk_pos_emb_head_dim gives the rotary channels"),
-    Unused("original_max_position_embeddings beta_fast beta_slow", "position_embedding_type",
-        lambda v: v.position_embedding_type is not PositionEmbedding.yarn,
-        "it belongs to YaRN", "set --position-embedding-type yarn"),
-    Unused("rotary_scaling_factor yarn_correction_range_round_to_int", "position_embedding_type",
-        lambda v: v.position_embedding_type is not PositionEmbedding.yarn,
-        "it belongs to position_embedding_type yarn", is_harmless=True),
     Unused("glu_linear_offset activation_func_clamp_value", "activation", lambda v: v.activation not in GATED,
         "the activation has no gate", "set --activation swiglu, quick_geglu or geglu_tanh"),
     Unused("mtp_loss_scaling_factor", "mtp_num_layers", lambda v: not v.mtp_num_layers,
         "there is no multi-token prediction: mtp_num_layers is unset", is_harmless=True),
-    Unused("mscale mscale_all_dim", "position_embedding_type",
-        lambda v: v.position_embedding_type is not PositionEmbedding.yarn, "it belongs to YaRN", is_harmless=True),
     Unused("rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_positions",
         "use_rope_scaling", lambda v: not v.use_rope_scaling, "it belongs to use_rope_scaling"),
     Unused("rotary_seq_len_interpolation_factor", "position_embedding_type",
@@ -241,10 +239,6 @@ UNUSED = (
         "only params_dtype fp16 scales the loss", is_harmless=True),
     Unused("min_loss_scale loss_scale_window hysteresis", "params_dtype",
         lambda v: v.params_dtype is not DType.fp16, "only params_dtype fp16 scales the loss"),
-    Unused(
-        "fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather "
-        "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
-        "fp8_format", lambda v: v.fp8_format is None, "no matrix product is in fp8: fp8_format is unset"),
     Unused("fp8_param_gather", "data_parallel_sharding_strategy",
         lambda v: v.data_parallel_sharding_strategy is ShardingStrategy.no_shard, "no_shard gathers no parameters",
         "set --data-parallel-sharding-strategy optim, optim_grads or optim_grads_params"),

@@ -71,8 +71,6 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
         model_config = replace(model_config, rotary_percent=_DEFAULT.rotary_percent)
     if model_config.position_embedding_type is not PositionEmbedding.rope or not model_config.use_rope_scaling:
         model_config = replace(model_config, use_rope_scaling=False, **_DEFAULT_ROPE_SCALING)
-    if model_config.position_embedding_type is not PositionEmbedding.yarn:
-        model_config = replace(model_config, **_DEFAULT_YARN)
     if model_config.position_embedding_type is not PositionEmbedding.rope:
         model_config = replace(model_config, rotary_seq_len_interpolation_factor=1.0)
     if model_config.activation not in GATED:
@@ -101,16 +99,4 @@ def _canonical_experts(moe: MoEConfig, shape: MoEShape) -> MoEConfig:
 _DEFAULT = ModelConfig()
 _DEFAULT_ROPE_SCALING: dict[str, Any] = {
     name: value for name, value in vars(_DEFAULT).items() if name.startswith("rope_")
-}
-_DEFAULT_YARN: dict[str, Any] = {
-    name: getattr(_DEFAULT, name)
-    for name in (
-        "rotary_scaling_factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "yarn_correction_range_round_to_int",
-        "mscale",
-        "mscale_all_dim",
-    )
 }

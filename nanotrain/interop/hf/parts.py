@@ -11,10 +11,10 @@ import math
 from functools import partial
 from typing import Any
 
-from nanotrain.config.config import Activation, ModelConfig, MoEConfig, PositionEmbedding
-from nanotrain.config.derive import moe_layers, no_rope_layers, rotary_mscale, window_layers
+from nanotrain.config.config import Activation, ModelConfig, MoEConfig, PositionEmbedding, YarnConfig
+from nanotrain.config.derive import moe_layers, no_rope_layers, window_layers
 from nanotrain.config.pattern import write_pattern
-from nanotrain.config.schema import value_of
+from nanotrain.config.schema import value_of, with_values
 from nanotrain.interop.hf.canonical import resolved
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
 from nanotrain.quantities import count_of
@@ -42,10 +42,10 @@ ROPE_KINDS: dict[str, dict[str, str]] = {
         "original_max_position_embeddings": "rope_original_max_positions",
     },
     "yarn": {
-        "factor": "rotary_scaling_factor",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "original_max_position_embeddings": "original_max_position_embeddings",
+        "factor": "yarn.rotary_scaling_factor",
+        "beta_fast": "yarn.beta_fast",
+        "beta_slow": "yarn.beta_slow",
+        "original_max_position_embeddings": "yarn.original_max_position_embeddings",
     },
 }
 
@@ -84,10 +84,11 @@ def read_rope(raw: Raw, *, has_partial: bool = False) -> Values:
 
 def _read_yarn(rope: Raw, values: Values) -> Values:
     values["position_embedding_type"] = PositionEmbedding.yarn
-    values["yarn_correction_range_round_to_int"] = bool(rope.get("truncate", True))
+    values["yarn.correction_range_round_to_int"] = bool(rope.get("truncate", True))
     if rope.get("mscale") and rope.get("mscale_all_dim"):  # transformers ignores one without the other
-        values |= {"mscale": float(rope["mscale"]), "mscale_all_dim": float(rope["mscale_all_dim"])}
-    expected, length = rotary_mscale(ModelConfig(**values)), rope.get("attention_factor")
+        values |= {"yarn.mscale": float(rope["mscale"]), "yarn.mscale_all_dim": float(rope["mscale_all_dim"])}
+    yarn: YarnConfig = with_values(ModelConfig(), values).yarn
+    expected, length = yarn.rotary_mscale, rope.get("attention_factor")
     if length is not None and not math.isclose(length, expected, rel_tol=1e-6):
         reject("attention_factor of its yarn rotary scaling", length, instead=f"null or {expected:.6g}")
     return values
@@ -95,17 +96,17 @@ def _read_yarn(rope: Raw, values: Values) -> Values:
 
 def write_rope(model_config: ModelConfig) -> Values:
     """Entries about rotary positions."""
-    is_yarn = model_config.position_embedding_type is PositionEmbedding.yarn
+    yarn = model_config.yarn
     is_linear = model_config.rotary_seq_len_interpolation_factor != 1
-    kind = "yarn" if is_yarn else "llama3" if model_config.use_rope_scaling else "linear" if is_linear else ""
+    kind = "yarn" if yarn is not None else "llama3" if model_config.use_rope_scaling else "linear" if is_linear else ""
     scaling: Values = {entry: value_of(model_config, key) for entry, key in ROPE_KINDS.get(kind, {}).items()}
     scaling |= {"rope_type": kind}
-    if is_yarn:
+    if yarn is not None:
         scaling["type"] = "yarn"
-        if not model_config.yarn_correction_range_round_to_int:
+        if not yarn.correction_range_round_to_int:
             scaling["truncate"] = False
-        if model_config.mscale_all_dim > 0:
-            scaling |= {"mscale": model_config.mscale, "mscale_all_dim": model_config.mscale_all_dim}
+        if yarn.mscale_all_dim > 0:
+            scaling |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
     share = {} if model_config.rotary_percent == 1 else {"partial_rotary_factor": model_config.rotary_percent}
     return {"rope_scaling": scaling if kind else None, "rope_theta": model_config.rotary_base} | share
 

@@ -36,7 +36,7 @@ class Fp8Amaxes(StepPart):
     @classmethod
     def of(cls, model: BuiltModel) -> Self | None:
         """The histories of a run in fp8."""
-        if model.config.precision.fp8_format is None:
+        if model.config.precision.fp8 is None:
             return None
         return cls(model.stages, (model.context.group("tp"), model.context.group("dp_cp")))
 

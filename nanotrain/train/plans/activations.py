@@ -52,7 +52,7 @@ class Activations:
         self.batch_size, self.seq_length = config.train.micro_batch_size, config.data.seq_length // self.cp
         self.tokens = self.batch_size * self.seq_length
         self.outside = self.tokens // (self.tp if self.sequence_parallel else 1)  # of tensor-parallel layers
-        self.has_fp8 = config.precision.fp8_format is not None
+        self.has_fp8 = config.precision.fp8 is not None
         self.itemsize = Precision.of(config.precision).params.itemsize
         self.width = self.shape.hidden_size * self.itemsize
 

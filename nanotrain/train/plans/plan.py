@@ -328,11 +328,11 @@ def fp8_gathered(params: Sequence[LocalParam], config: Config) -> Iterator[str]:
     With one scale per block, replicated key and value projections are left out: a rank multiplies only with the rows of
     its heads, and its blocks begin at the first of these rows.
     """
-    precision = config.precision
-    if not precision.fp8_param_gather:
+    fp8 = config.precision.fp8
+    if fp8 is None or not fp8.param_gather:
         return
-    in_bf16 = {f"layers.{layer}" for layer in layers_in_bf16(precision, config.model.num_layers)}
-    is_per_tensor = RECIPES[precision.fp8_recipe].is_per_tensor
+    in_bf16 = {f"layers.{layer}" for layer in layers_in_bf16(fp8, config.model.num_layers)}
+    is_per_tensor = RECIPES[fp8.recipe].is_per_tensor
     for spec in (param.spec for param in params):
         has_rows_of_ranks = "tp" in spec.grad_sum_axes and not is_per_tensor
         if spec.in_fp8 and spec.unit.startswith("layers.") and spec.unit not in in_bf16 and not has_rows_of_ranks:

@@ -114,7 +114,8 @@ def data_parallel(plan: Plan) -> Iterator[tuple[Key, int]]:
 
 def _amaxes(plan: Plan, buffer: BufferPlan) -> Iterator[tuple[Key, int]]:
     """Amaxes of fp8 weights, all-reduced in fp32 before they are quantized."""
-    block = RECIPES[plan.config.precision.fp8_recipe].weight_block
+    assert (fp8 := plan.config.precision.fp8) is not None, "callers have fp8 weights"
+    block = RECIPES[fp8.recipe].weight_block
     num_bytes = sum(4 * math.prod(scales_shape(param.box.shape, block)) for param in buffer.layout.params)
     yield (buffer.shard.name, "all_reduce"), 2 * reduced_bytes(num_bytes, buffer.shard.size)
     if buffer.layout.num_outer_shards > 1:

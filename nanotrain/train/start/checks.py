@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from nanotrain.attention.backends import AttentionChoice, AttentionDevice
 from nanotrain.comm import device
 from nanotrain.comm.parallel_context import Launch
-from nanotrain.config.config import Config, Fp8Format, PrecisionConfig
+from nanotrain.config.config import Config, Fp8Config, Fp8Format
 from nanotrain.config.derive import is_model_known
 from nanotrain.data.build import uses_quickstart
 from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
@@ -96,7 +96,7 @@ def check_device(start: Start) -> None:
 
 def check_fp8(start: Start) -> None:
     """The device has the fp8 products of the recipe."""
-    require_fp8(start.config.precision, device.compute_capability(start.device))
+    require_fp8(start.config.precision.fp8, device.compute_capability(start.device))
 
 
 def check_attention(start: Start) -> None:
@@ -145,17 +145,17 @@ def check_memory(start: Start) -> None:
         require_memory(start.config, world_size, device=start.device.type, available=start.available)
 
 
-def require_fp8(precision: PrecisionConfig, capability: tuple[int, int] | None) -> None:
+def require_fp8(fp8: Fp8Config | None, capability: tuple[int, int] | None) -> None:
     """Check that a device has the matrix products of the recipe.
 
     Args:
-        precision: section of the configuration.
+        fp8: section of the configuration; None without fp8.
         capability: CUDA compute capability; None on a CPU, which emulates every recipe.
 
     Raises:
         EnvironmentFault: the GPU or torch lacks them.
     """
-    if precision.fp8_format is None or capability is None:
+    if fp8 is None or capability is None:
         return
     if not hasattr(F, "scaled_mm"):
         raise EnvironmentFault(
@@ -163,7 +163,7 @@ def require_fp8(precision: PrecisionConfig, capability: tuple[int, int] | None) 
             why="fp8 products on GPUs are torch's",
             fix="install torch 2.10 or newer, or leave out --fp8-format",
         )
-    recipe, found = RECIPES[precision.fp8_recipe], ".".join(map(str, capability))
+    recipe, found = RECIPES[fp8.recipe], ".".join(map(str, capability))
     if recipe.capability <= capability <= (recipe.last_capability or capability):
         return
     first = ".".join(map(str, recipe.capability))
@@ -172,10 +172,10 @@ def require_fp8(precision: PrecisionConfig, capability: tuple[int, int] | None) 
         name
         for name, row in RECIPES.items()
         if row.capability <= capability <= (row.last_capability or capability)
-        and (precision.fp8_format is Fp8Format.e4m3 or not row.e4m3_only)
+        and (fp8.format is Fp8Format.e4m3 or not row.e4m3_only)
     ]
     raise EnvironmentFault(
-        f"fp8_recipe {precision.fp8_recipe} on a GPU of compute capability {found}",
+        f"fp8_recipe {fp8.recipe} on a GPU of compute capability {found}",
         why=f"its products need compute capability {needed}",
         fix=f"set --fp8-recipe {' or '.join(fitting)}" if fitting else "leave out --fp8-format",
     )

@@ -140,9 +140,9 @@ def _precision(plan: Plan) -> str:
         text = f"{params}, main params in {main}, moments in {moments}"
     if precision.main_grads_dtype.value != "fp32":
         text = f"{text}, main grads in {precision.main_grads_dtype.value}"
-    if precision.fp8_format is None:
+    if precision.fp8 is None:
         return text
-    return f"{text}, linear layers in fp8 ({precision.fp8_format.value}, {precision.fp8_recipe})"
+    return f"{text}, linear layers in fp8 ({precision.fp8.format.value}, {precision.fp8.recipe})"
 
 
 def _commands(plan: Plan, inputs: RunInputs) -> dict[str, str]:

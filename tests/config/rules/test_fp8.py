@@ -30,10 +30,10 @@ def error_of(config: Config) -> str:
         (FP8 | {"fp8_recipe": "blockwise"}, "fp8_recipe blockwise with fp8_format hybrid"),
         (FP8 | {"fp8_recipe": "mxfp8"}, "fp8_recipe mxfp8 with fp8_format hybrid"),
         (FP8 | SHARDED | {"fp8_recipe": "rowwise"}, "fp8_param_gather with fp8_recipe rowwise"),
-        (SHARDED, "precision.fp8_param_gather = true has no effect"),
+        (SHARDED, "precision.fp8.param_gather = true has no effect"),
         (FP8 | {"fp8_param_gather": True}, "no_shard gathers no parameters"),
-        ({"fp8_recipe": "tensorwise"}, "precision.fp8_recipe = tensorwise has no effect"),
-        ({"first_last_layers_bf16": True}, "precision.first_last_layers_bf16 = true has no effect"),
+        ({"fp8_recipe": "tensorwise"}, "precision.fp8.recipe = tensorwise has no effect"),
+        ({"first_last_layers_bf16": True}, "precision.fp8.first_last_layers_bf16 = true has no effect"),
         (FP8 | {"fp8_recipe": "tensorwise", "fp8_margin": 1}, "only fp8_recipe delayed keeps an amax history"),
         (FP8 | {"fp8_recipe": "rowwise", "fp8_amax_history_len": 4}, "only fp8_recipe delayed keeps an amax history"),
         (FP8 | {"fp8_amax_compute_algo": "max"}, "the history has one step"),
@@ -93,6 +93,6 @@ def test_every_matrix_of_a_rank_is_checked(fields: dict[str, object], expected: 
 
 def test_fp8_means_the_hybrid_format() -> None:
     arguments = ["--mock-data", "--vocab-size", "512", "--hidden-size", "64", "--num-attention-heads", "4", "--fp8"]
-    assert load_config(arguments).precision.fp8_format == "hybrid"
+    assert load_config(arguments).precision.fp8.format == "hybrid"
     with pytest.raises(ConfigError, match="--fp8 contradicts --fp8-format e4m3"):
         load_config([*arguments, "--fp8-format", "e4m3"])

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from nanotrain.config.config import MoEConfig, PositionEmbedding
+from nanotrain.config.config import MoEConfig, PositionEmbedding, YarnConfig
 from nanotrain.interop.hf.canonical import canonical, free_keys
 from tests.model.building import GPT2, LLAMA, LLAMA3, YARN
 
 
 def test_settings_without_effect_make_no_difference() -> None:
-    assert canonical(replace(LLAMA, mscale=0.3, rope_scaling_factor=2.0)) == canonical(LLAMA)
+    assert canonical(replace(LLAMA, yarn=YarnConfig(mscale=0.3), rope_scaling_factor=2.0)) == canonical(LLAMA)
     assert canonical(replace(GPT2, rotary_base=5.0, rotary_percent=0.5)) == canonical(GPT2)
     assert canonical(replace(YARN, use_rope_scaling=True, rope_low_freq_factor=2.0)) == canonical(YARN)
     assert canonical(replace(LLAMA, kv_channels=8)) == canonical(LLAMA)
@@ -22,7 +22,7 @@ def test_settings_with_effect_do() -> None:
         (LLAMA, replace(LLAMA, rotary_percent=0.5)),
         (LLAMA, replace(LLAMA, softmax_scale=0.3)),
         (LLAMA3, replace(LLAMA3, rope_scaling_factor=2.0)),
-        (YARN, replace(YARN, mscale=0.3)),
+        (YARN, replace(YARN, yarn=replace(YARN.yarn, mscale=0.3))),
         (YARN, replace(YARN, position_embedding_type=PositionEmbedding.rope)),
     ):
         assert canonical(one) != canonical(other)

@@ -42,7 +42,11 @@ def test_the_published_config_of_deepseek_v3_is_the_recipe() -> None:
         "vocab_size": 129280}""")
     read = config_from_hf(raw)
     recipe = load_config(["+config=deepseek_v3"], to_train=False).config.model
-    assert (read.rotary_scaling_factor, read.mscale_all_dim, read.max_position_embeddings) == (40.0, 1.0, 163840)
+    assert (read.yarn.rotary_scaling_factor, read.yarn.mscale_all_dim, read.max_position_embeddings) == (
+        40.0,
+        1.0,
+        163840,
+    )
     pretrained = config_from_hf(raw | {"rope_scaling": None, "max_position_embeddings": 4096})
     assert read.mtp.num_layers == 1
     free = {

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from nanotrain.config.config import Activation, ModelConfig
+from nanotrain.config.config import Activation, ModelConfig, YarnConfig
 from nanotrain.config.derive import window_layers
+from nanotrain.config.schema import with_values
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical
 from nanotrain.interop.hf.families import config_from_hf, config_to_hf, family_of
@@ -16,10 +17,12 @@ from tests.interop.hf.reference import LLAMA3_ROPE, LLAMA_SHAPE
 from tests.model.building import LLAMA, LLAMA3, YARN
 
 
-@pytest.mark.parametrize("model", [LLAMA, LLAMA3, YARN, replace(YARN, mscale=0.7, mscale_all_dim=0.4, beta_fast=9.0)])
+@pytest.mark.parametrize(
+    "model", [LLAMA, LLAMA3, YARN, replace(YARN, yarn=YarnConfig(4.0, mscale=0.7, mscale_all_dim=0.4, beta_fast=9.0))]
+)
 def test_what_is_written_reads_back(model: ModelConfig) -> None:
     fields = read_rope(write_rope(model))
-    assert replace(model, **fields) == model and fields["rotary_base"] == model.rotary_base
+    assert with_values(model, fields) == model and fields["rotary_base"] == model.rotary_base
 
 
 def test_a_share_of_the_channels_is_read_where_the_family_has_it() -> None:
@@ -33,7 +36,11 @@ def test_the_newer_format_comes_first_and_what_is_absent_is_the_default_of_trans
     both = {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
     assert read_rope(both)["rotary_base"] == 5e5
     yarn = read_rope({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 64})
-    assert (yarn["beta_fast"], yarn["beta_slow"], yarn["original_max_position_embeddings"]) == (32, 1, 64)
+    assert (yarn["yarn.beta_fast"], yarn["yarn.beta_slow"], yarn["yarn.original_max_position_embeddings"]) == (
+        32,
+        1,
+        64,
+    )
 
 
 def test_layers_with_a_window_have_a_base_of_their_own_and_no_scaling() -> None:
@@ -210,7 +217,7 @@ def test_the_defaults_are_those_of_the_larger_model() -> None:
     model = config_from_hf({"model_type": "gpt_oss"})
     assert (model.num_layers, model.moe.num_experts, model.moe.router_topk, model.rotary_base) == (36, 128, 4, 150000)
     assert window_layers(model)[:3] == (True, False, True) and model.window_size == 127
-    assert (model.rotary_scaling_factor, model.yarn_correction_range_round_to_int) == (32, False)
+    assert (model.yarn.rotary_scaling_factor, model.yarn.correction_range_round_to_int) == (32, False)
     assert (model.activation_func_clamp_value, model.glu_linear_offset) == (7, 1)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanotrain.comm.parallel_context import Launch
-from nanotrain.config.config import Fp8Format, PrecisionConfig
+from nanotrain.config.config import Fp8Config, Fp8Format
 from nanotrain.config.load import load
 from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.train.start import checks
@@ -39,8 +39,8 @@ def test_a_missing_package_is_named_before_the_run(monkeypatch):
         check_prometheus(start)
 
 
-def precision(recipe: str, name: Fp8Format = Fp8Format.e4m3) -> PrecisionConfig:
-    return PrecisionConfig(fp8_format=name, fp8_recipe=recipe)
+def precision(recipe: str, name: Fp8Format = Fp8Format.e4m3) -> Fp8Config:
+    return Fp8Config(format=name, recipe=recipe)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_gpu_without_the_products_is_an_error(recipe: str, capability: tuple[i
 )
 def test_other_devices_pass(recipe: str, capability: tuple[int, int] | None) -> None:
     require_fp8(precision(recipe), capability)
-    require_fp8(PrecisionConfig(), (7, 0))
+    require_fp8(None, (7, 0))
 
 
 def test_a_torch_without_the_products_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
