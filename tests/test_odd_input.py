@@ -15,9 +15,6 @@ from tests.train.small_run import arguments
 # Of processor time, which a busy machine does not lengthen. 2 s are the aim; torch is imported in some.
 SOON_S = 30.0
 pytestmark = pytest.mark.usefixtures("logging_as_before")
-BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
-)
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -72,7 +69,6 @@ def prepare(folder: Path, source: Path, *more: str) -> list[str]:
 
 
 ODD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
-    "alias bomb": (recipe(BOMB), "r.yaml cannot be read: .*aliases"),
     "nested sections": (recipe("model: " + "[" * 5000), "r.yaml cannot be read"),
     "self-including recipe": (self_including, "cannot be composed|includes itself"),
     "latin-1 recipe": (recipe("train: {run_dir: f\xfcr}".encode("latin-1")), "r.yaml cannot be read"),

@@ -25,7 +25,6 @@ from nanotrain.config.flags import CommandLine, Setting
 from nanotrain.config.references import mark_references
 from nanotrain.config.schema import KEYS, SECTIONS, flatten, nest, to_dict
 from nanotrain.config.suggest import by_meaning, did_you_mean, nearest_choice
-from nanotrain.config.yaml_file import check_recipe, check_yaml
 from nanotrain.errors import ConfigError, ErrorCollector
 
 _HYDRA = threading.RLock()  # Hydra is one per process: threads compose one after the other
@@ -80,7 +79,6 @@ def compose_files(line: CommandLine) -> Composed:
         recipe_path = Path(choices.pop("config")).expanduser()
     check_choices(choices, folders)
     base, listed = defaults_list(line.config_name, folders)
-    check_recipe(base, folders)
     overrides = [f"{'' if group in listed else '+'}{group}={name}" for group, name in choices.items()]
     overrides.append("hydra.searchpath=[" + ",".join(f"'file://{folder}'" for folder in folders[1:]) + "]")
     composes = bool(choices) or any(name is not None for name in listed.values())
@@ -116,10 +114,12 @@ def composition_errors() -> Iterator[None]:
     except RecursionError:
         why = "a defaults list includes its own file, or files include each other"
         raise ConfigError("the YAML files cannot be composed", why=why, fix="remove that entry") from None
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, UnicodeDecodeError, yaml.YAMLError) as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
+        if isinstance(cause, yaml.MarkedYAMLError) and cause.problem_mark:
+            raise wrong_yaml(cause, cause.problem_mark.name) from None
         lines = [text.strip() for text in str(cause).splitlines() if text.strip()]
         fix = "correct that file or its defaults list"
         raise ConfigError("the YAML files cannot be composed", why=", ".join(lines[:3]), fix=fix) from error
@@ -169,7 +169,7 @@ def check_choices(choices: Mapping[str, str], folders: list[Path]) -> None:
             )
         for folder in folders:
             if (path := folder / group / f"{name}.yaml").is_file():
-                check_recipe(path, folders)
+                read_yaml(path)  # its mistakes are found before Hydra reads it
 
 
 def names_in(group: str, folders: list[Path]) -> list[str]:
@@ -305,14 +305,36 @@ def parse_value(setting: Setting) -> Any:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file."""
-    check_yaml(path)
+    """The mapping in a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds none.
+    """
+    fix = "name a YAML file of nanotrain's sections"
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
-        why = str(error).splitlines()[0]
-        raise ConfigError(f"{path} cannot be read", why=why, fix="name a YAML file of nanotrain's sections") from None
+    except yaml.MarkedYAMLError as error:
+        raise wrong_yaml(error, str(path)) from None
+    except UnicodeDecodeError as error:
+        why = f"it is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}"
+        raise ConfigError(f"{path} cannot be read", why=why, fix="convert it to UTF-8") from None
+    except RecursionError:
+        raise ConfigError(f"{path} cannot be read", why="it is nested too deeply", fix=fix) from None
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} cannot be read", why=" ".join(str(error).split()), fix=fix) from None
     if not isinstance(content, dict):
-        fix = "write section: {field: value}"
-        raise ConfigError(f"{path} holds no mapping", why="a configuration has sections", fix=fix)
+        why, fix = "a configuration has sections", "write section: {field: value}"
+        raise ConfigError(f"{path} holds no mapping", why=why, fix=fix)
     return {str(key): value for key, value in content.items()}
+
+
+def wrong_yaml(error: yaml.MarkedYAMLError, file: str) -> ConfigError:
+    """The error for a file that is no YAML, with the line."""
+    line, problem = (error.problem_mark.line + 1 if error.problem_mark else 0), error.problem or ""
+    key = problem.removeprefix("found duplicate key ")
+    if key != problem:
+        why = f"{key} is set twice in one section, the second time in line {line}"
+        return ConfigError(f"{file} cannot be read", why=why, fix="leave one of them out")
+    why = f"line {line}: " + ", ".join(part for part in (error.context, problem) if part)
+    fix = "indent with spaces in place of the tab" if "'\\t'" in problem else "correct the YAML"
+    return ConfigError(f"{file} cannot be read", why=why, fix=fix)

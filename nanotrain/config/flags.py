@@ -9,9 +9,21 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS, SWITCHES, VALUES, choice_of
+from nanotrain.config.arguments import (
+    ALIASES,
+    FLAGS,
+    NEGATIONS,
+    NO_HYPHENS,
+    SWITCHES,
+    VALUES,
+    choice_of,
+    no_hyphen,
+    no_value,
+    spaced,
+    unexpected,
+    unknown_flag,
+)
 from nanotrain.config.megatron import MANY, MegatronFlag, megatron, row_of
-from nanotrain.config.mistakes import NO_HYPHENS, no_hyphen, no_value, spaced, unexpected, unknown_flag
 from nanotrain.config.option import Entry
 from nanotrain.config.schema import BOOLEANS, ENTRIES, KEYS, SECTIONS, unknown_key
 from nanotrain.config.suggest import LISTED_BY
@@ -35,6 +47,7 @@ class MegatronArgument:
     """A flag of Megatron-LM that is no field: a row of `tables/megatron.yaml`."""
 
     flag: str
+    row: MegatronFlag = field(compare=False)
     value: str = ""  # several values are separated by spaces
 
     @property
@@ -67,6 +80,11 @@ class CommandLine:
     def explicit(self) -> frozenset[str]:
         """The keys of the fields set on the command line."""
         return frozenset(setting.key for setting in self.settings)
+
+    @property
+    def megatron_rows(self) -> dict[str, MegatronFlag]:
+        """The rows of Megatron-LM's flags, by flag, in order."""
+        return {argument.flag: argument.row for argument in self.megatron}
 
 
 def parse(argv: Sequence[str], *, listed_by: str = LISTED_BY) -> CommandLine:
@@ -198,7 +216,7 @@ def read_megatron(flag: str, row: MegatronFlag, *, value: str | None, rest: list
         values = [take_value(flag, rest)]
     if arity and not values and flag in megatron().flags:
         raise no_value(flag)
-    return MegatronArgument(flag, " ".join(values))
+    return MegatronArgument(flag, row, " ".join(values))
 
 
 def read_save(argument: str, rest: list[str]) -> list[Setting]:

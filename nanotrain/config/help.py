@@ -1,19 +1,22 @@
-"""The texts of `--help`, made from the fields and the table of Megatron-LM's flags.
+"""The texts of `--help` and the tables of docs/config.md, made from the fields and the table of Megatron-LM's flags.
 
 --help            how arguments are written, and the options used most
 --help=all        every flag by section
 --help=SECTION    the flags of one section: model, model.moe, parallel, ...
 --help=megatron   flags of Megatron-LM that are no field here
+
+`python -m nanotrain.config.help docs/config.md` makes the tables of that page anew.
 """
 
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from nanotrain.config.arguments import ALIASES, ARGUMENTS
 from nanotrain.config.megatron import Kind, megatron
-from nanotrain.config.option import Entry
+from nanotrain.config.option import Entry, flag_of
 from nanotrain.config.schema import ENTRIES, SECTIONS, entries_of, typed
 from nanotrain.config.suggest import did_you_mean
 from nanotrain.errors import ConfigError
@@ -26,33 +29,10 @@ CONFIG_USAGE = "usage: nanotrain config [--explain] [+config=RECIPE] [SECTION.FI
 ORDER = (
     "Arguments come in any order. The command line overrides the recipe, which overrides train.yaml and the defaults."
 )
-COMMON = (
-    "data_path",
-    "tokenizer_model",
-    "split",
-    "seq_length",
-    "micro_batch_size",
-    "global_batch_size",
-    "train_iters",
-    "lr",
-    "min_lr",
-    "lr_warmup_iters",
-    "lr_decay_style",
-    "weight_decay",
-    "params_dtype",
-    "tensor_model_parallel_size",
-    "sequence_parallel",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "data_parallel_sharding_strategy",
-    "run_dir",
-    "save_interval",
-    "load",
-    "log_interval",
-    "eval_interval",
-    "device",
-)
+COMMON = """data_path tokenizer_model split seq_length micro_batch_size global_batch_size train_iters lr min_lr
+    lr_warmup_iters lr_decay_style weight_decay params_dtype tensor_model_parallel_size sequence_parallel
+    pipeline_model_parallel_size context_parallel_size expert_model_parallel_size data_parallel_sharding_strategy
+    run_dir save_interval load log_interval eval_interval device"""
 KINDS: dict[Kind, tuple[str, str]] = {  # title, sentence
     "always": ("accepted", "They name what is always so."),
     "no effect": ("accepted without effect", "They tune parts of Megatron-LM that do not exist here."),
@@ -89,7 +69,7 @@ def help_text(topic: str = "", *, width: int | None = None, usage: str = USAGE) 
         topics = ["all", "megatron", *SECTIONS]
         why = f"there are {', '.join(topics)}"
         raise ConfigError(f"there is no help on {topic!r}", why=why, fix=did_you_mean(topic, topics, prefix="--help="))
-    common = panel("options used most", rows((describe(ENTRIES[name]) for name in COMMON), width), width=width)
+    common = panel("options used most", rows((describe(ENTRIES[name]) for name in COMMON.split()), width), width=width)
     rest = f"--help=all lists all {len(ENTRIES)} options, --help=megatron those of Megatron-LM, --help=SECTION one of:"
     topic_lines = textwrap.wrap(f"{rest} {', '.join(SECTIONS)}", width)
     return "\n".join([*introduction(width, usage), *alias_lines(width), *common, *topic_lines])
@@ -178,3 +158,46 @@ def metavar(entry: Entry) -> str:
     names = {bool: "true|false", int: "N", float: "NUMBER", str: "TEXT"}
     one = "{" + ",".join(entry.choices) + "}" if entry.choices else names[entry.item]
     return f"{one} ..." if entry.kind is list else one
+
+
+def document(page: str) -> str:
+    """docs/config.md with its tables made anew: the aliases, the fields by section, Megatron-LM's flags."""
+    introduction, heading, _ = page.partition("## Aliases\n")
+    parts = [introduction + heading, "| flag | means |", "|---|---|"]
+    parts += [table_row(f"`{flag}`", f"`{flag_of(alias.name)} {alias.value}`") for flag, alias in ALIASES.items()]
+    parts.append("| `--data-parallel-size N` | sets nothing; checks that the run has N data-parallel ranks |")
+    for name, section in SECTIONS.items():
+        parts += [f"\n## {name}\n", f"{(section.__doc__ or '').strip()}\n"]
+        parts += ["| flag | takes | default | meaning |", "|---|---|---|---|"]
+        parts += [field_row(entry) for entry in entries_of(name)]
+    parts.append(
+        "\n## Flags of Megatron-LM\n\nThey are no field of the same name; see [from_megatron.md](from_megatron.md)."
+    )
+    table = megatron().flags | megatron().patterns
+    for kind, (title, sentence) in KINDS.items():
+        parts += [f"\n### {title.capitalize()}\n\n{sentence}\n", "| flag | here |", "|---|---|"]
+        parts += [table_row(f"`{flag}`", row.meaning) for flag, row in table.items() if row.kind == kind]
+    return "\n".join(parts) + "\n"
+
+
+def field_row(entry: Entry) -> str:
+    """One field as a row of its section's table."""
+    check = entry.field.metadata["check"]
+    bound = f"; {check.__doc__}" if check is not None else ""
+    takes = metavar(entry).replace("{", "").replace("}", "").replace(",", ", ").replace("|", " or ")
+    return table_row(f"`{entry.flag}`", takes, typed(entry.default), f"{meaning(entry)}{bound}")
+
+
+def table_row(*cells: str) -> str:
+    """One row of a table; a | in a cell is escaped.
+
+    >>> print(table_row("Et|tL", "text"))
+    | Et\\|tL | text |
+    """
+    escaped = (cell.replace("|", r"\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
+
+
+if __name__ == "__main__":
+    PAGE = Path(sys.argv[1])
+    PAGE.write_text(document(PAGE.read_text()))

@@ -15,13 +15,12 @@ from typing import Any
 
 import yaml
 
-from nanotrain.config.arguments import ALIASES, FLAGS
+from nanotrain.config.arguments import ALIASES, FLAGS, unknown_flag
 from nanotrain.config.config import Config
 from nanotrain.config.derive import without_quickstart
 from nanotrain.config.flags import CommandLine, Setting, apply_aliases, parse
 from nanotrain.config.help import USAGE, help_text
 from nanotrain.config.megatron import row_of
-from nanotrain.config.mistakes import unknown_flag
 from nanotrain.config.option import flag_of
 from nanotrain.config.references import without_values
 from nanotrain.config.rules.unused import reset_unused

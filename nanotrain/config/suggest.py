@@ -92,8 +92,7 @@ def by_spelling(name: str, known: Iterable[str]) -> str | None:
         if digits(other) == digits(name):
             spellings.setdefault(plain(other), other)
     cutoff = MIN_SIMILARITY if len(plain(name)) > SHORT else MIN_SIMILARITY_OF_A_SHORT_NAME
-    close = get_close_matches(plain(name), spellings, n=1, cutoff=cutoff)
-    return spellings[close[0]] if close else None
+    return spellings.get(similar(plain(name), list(spellings), cutoff=cutoff) or "")
 
 
 def by_words(name: str, known: Iterable[str]) -> str | None:
@@ -111,15 +110,19 @@ def by_words(name: str, known: Iterable[str]) -> str | None:
 
 
 def nearest_choice(value: str, choices: Iterable[str]) -> str | None:
-    """The nearest of a few listed values, or one of the same letters in another order.
+    """The nearest of a few listed values.
 
     >>> nearest_choice("tyni", ["tiny", "tiny_moe"]), nearest_choice("1f2b", ["gpipe", "1f1b"])
     ('tiny', '1f1b')
     >>> nearest_choice("fp8", ["fp16", "zb-h1"])
     """
-    choices = list(choices)
-    close = get_close_matches(value, choices, n=1, cutoff=MIN_SIMILARITY_OF_A_CHOICE)
-    return close[0] if close else next((each for each in choices if sorted(each) == sorted(value)), None)
+    return similar(value, list(choices), cutoff=MIN_SIMILARITY_OF_A_CHOICE)
+
+
+def similar(text: str, others: list[str], *, cutoff: float) -> str | None:
+    """The most similar text, or one of the same characters in another order."""
+    close = get_close_matches(text, others, n=1, cutoff=cutoff)
+    return next(iter(close), None) or next((each for each in others if sorted(each) == sorted(text)), None)
 
 
 def plain(name: str) -> str:

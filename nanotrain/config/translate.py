@@ -7,14 +7,15 @@ notes             what a reader of the log should know: counted flags, implied v
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from os.path import normpath
 from typing import Any
 
 from nanotrain.config.arguments import choice_of, is_file
-from nanotrain.config.config import Activation, Config, PositionEmbedding
+from nanotrain.config.config import Activation, Config, ParallelConfig, PositionEmbedding
 from nanotrain.config.flags import CommandLine, MegatronArgument
-from nanotrain.config.megatron import MegatronFlag, megatron, row_of
+from nanotrain.config.megatron import megatron
 from nanotrain.config.option import flag_of
 from nanotrain.config.pipeline_layout import read_pipeline_layout
 from nanotrain.config.schema import ENTRIES, argument_of, convert, plain, typed, value_of, with_values
@@ -57,8 +58,7 @@ def translate(
         check_defaults(line, errors=errors)
         if "model.ffn_hidden_size" not in from_files:
             complete_width(result)
-    rows = {argument.flag: row_for(argument.flag) for argument in line.megatron}
-    for argument in sorted(line.megatron, key=lambda each: (rows[each.flag].is_check, rows[each.flag].overrules)):
+    for argument in sorted(line.megatron, key=lambda each: (each.row.is_check, each.row.overrules)):
         with errors:
             convert_flag(result, argument)
     for name, value, why in implied(result.config, result.explicit, line=line):
@@ -79,7 +79,7 @@ def check_flags(arguments: list[MegatronArgument], *, errors: ErrorCollector) ->
     """Check the values of flags that only name fixed behaviour; flags of missing features become one error."""
     missing: dict[str, list[str]] = {}  # cure -> flags
     for argument in arguments:
-        row = row_for(argument.flag)
+        row = argument.row
         is_accepted = any(is_same(text, argument.value) for text in row.accepts)
         if row.kind == "always" and row.accepts and not is_accepted:
             fix = f"leave it out or write {argument.flag} {row.accepts[0]}"
@@ -93,13 +93,6 @@ def check_flags(arguments: list[MegatronArgument], *, errors: ErrorCollector) ->
         what = f"{count_of(count, 'flag', verb='asks')} for what does not exist here"
         why = "; ".join(f"{', '.join(texts)} ({cure})" for cure, texts in missing.items())
         errors.errors.append(ConfigError(what, why=why))
-
-
-def row_for(flag: str) -> MegatronFlag:
-    """The row of a flag that was parsed as one of Megatron-LM."""
-    row = row_of(flag)
-    assert row is not None, flag
-    return row
 
 
 def is_same(expected: str, text: str) -> bool:
@@ -120,7 +113,7 @@ def convert_flag(result: Translation, argument: MegatronArgument) -> None:
     Raises:
         ConfigError: a field has another value on the command line.
     """
-    row = row_for(argument.flag)
+    row = argument.row
     for name, value in row.values(result.config, argument.value).items():
         key = ENTRIES[name].key
         current, new = value_of(result.config, key), convert(ENTRIES[name], value)
@@ -149,7 +142,7 @@ def complete_activation(result: Translation, line: CommandLine) -> None:
     Source: Megatron-LM, `fused_bias_gelu.py`; without biases, or with --no-bias-gelu-fusion, it calls the exact GELU.
     """
     model = result.config.model
-    is_fused = model.add_bias_linear and UNFUSED_GELU not in flags_of(line)
+    is_fused = model.add_bias_linear and UNFUSED_GELU not in line.megatron_rows
     if is_fused and model.activation is Activation.gelu and "model.activation" not in result.explicit:
         result.set("activation", "gelu_tanh", source="--megatron-defaults: the formula of its kernel of bias and GELU")
 
@@ -174,84 +167,71 @@ def implied(config: Config, explicit: frozenset[str], *, line: CommandLine) -> I
     With Megatron-LM's `--save DIR`, `--load` of the same folder resumes, or starts where it is empty. MLA rotates by
     YaRN unless `--rope-type rope` is set.
     """
-    model, has_rope_type = config.model, any(argument.flag == "--rope-type" for argument in line.megatron)
-    is_rope = model.position_embedding_type is PositionEmbedding.rope and not has_rope_type
+    model, train, load, flags = config.model, config.train, config.checkpoint.load, line.megatron_rows
+    is_rope = model.position_embedding_type is PositionEmbedding.rope and "--rope-type" not in flags
     factor = model.yarn.rotary_scaling_factor if model.yarn is not None else 1.0
     if model.multi_latent_attention and is_rope and factor > 1:
         yield "position_embedding_type", "yarn", f"MLA with rotary_scaling_factor {factor:g}"
-    fp8 = config.precision.fp8
-    if (
-        fp8 is not None
-        and fp8.param_gather
-        and any(argument.flag == "--reuse-grad-buf-for-mxfp8-param-ag" for argument in line.megatron)
-    ):
+    fp8, reuses_buffer = config.precision.fp8, "--reuse-grad-buf-for-mxfp8-param-ag" in flags
+    if fp8 is not None and fp8.param_gather and reuses_buffer:
         yield "fp8_param_gather", False, "--reuse-grad-buf-for-mxfp8-param-ag gathers parameters in bf16"
-    fsdp = [flag for flag in flags_of(line) if flag in ("--use-megatron-fsdp", "--use-custom-fsdp")]
-    strategy = ENTRIES["data_parallel_sharding_strategy"].key
-    given = {setting.text for setting in line.settings if setting.key == strategy} - {"--use-distributed-optimizer"}
+    fsdp = [flag for flag in flags if flag in ("--use-megatron-fsdp", "--use-custom-fsdp")]
+    strategy = ENTRIES["data_parallel_sharding_strategy"]
+    given = {setting.text for setting in line.settings if setting.key == strategy.key} - {"--use-distributed-optimizer"}
     if fsdp and not given and not line.choices:
-        yield "data_parallel_sharding_strategy", "optim_grads_params", f"{fsdp[0]} shards parameters unless it is set"
-    train, parallel, load = config.train, config.parallel, config.checkpoint.load
+        yield strategy.name, "optim_grads_params", f"{fsdp[0]} shards parameters unless it is set"
     if "train.wandb_project" in explicit and "train.wandb" not in explicit and not train.wandb:
         yield "wandb", True, "wandb_project is set"
     if train.tensorboard_dir is not None and "train.tensorboard" not in explicit and not train.tensorboard:
         yield "tensorboard", True, "tensorboard_dir is set"
-    count, pp = parallel.num_virtual_stages_per_pipeline_rank, parallel.pipeline_model_parallel_size
-    layout, name = parallel.pipeline_model_parallel_layout, "num_virtual_stages_per_pipeline_rank"
-    if (
-        layout is not None
-        and pp > 1  # without it a layout is an error of its own
-        and f"parallel.{name}" not in explicit
-        and (stages := layout_stages(layout)) > pp * count
-    ):
-        count = -(-stages // pp)
-        yield name, count, f"pipeline_model_parallel_layout has {count_of(stages, 'stage')} for {pp} pipeline ranks"
-    if (
-        count > 1
-        and pp > 1
-        and parallel.pipeline_schedule == ENTRIES["pipeline_schedule"].default
-        and "parallel.pipeline_schedule" not in explicit
-    ):
-        yield "pipeline_schedule", "interleaved", f"there are {count} virtual stages per pipeline rank"
+    yield from implied_schedule(config.parallel, explicit)
     is_own = load is not None and train.run_dir is not None and normpath(load) == normpath(train.run_dir)
     saves_into = any(setting.text.startswith("--save ") for setting in line.settings)
     if saves_into and is_own and not config.checkpoint.finetune:
         yield "load", None, f"a run resumes from its own folder {train.run_dir}"
 
 
-def layout_stages(text: str) -> int:
-    """The stages of a pipeline layout; 0 where it is invalid, which its rule reports."""
-    try:
-        return len(read_pipeline_layout(text))
-    except ConfigError:
-        return 0
+def implied_schedule(parallel: ParallelConfig, explicit: frozenset[str]) -> Iterator[tuple[str, Any, str]]:
+    """The virtual stages that a pipeline layout implies, and the schedule that virtual stages imply."""
+    count, pp = parallel.num_virtual_stages_per_pipeline_rank, parallel.pipeline_model_parallel_size
+    layout, name = parallel.pipeline_model_parallel_layout, "num_virtual_stages_per_pipeline_rank"
+    if pp == 1:  # without it a layout is an error of its own
+        return
+    stages = 0
+    if layout is not None and f"parallel.{name}" not in explicit:
+        with suppress(ConfigError):  # an invalid layout, which its rule reports
+            stages = len(read_pipeline_layout(layout))
+    if stages > pp * count:
+        count = -(-stages // pp)
+        why = f"pipeline_model_parallel_layout has {count_of(stages, 'stage')} for {pp} pipeline ranks"
+        yield name, count, why
+    is_default = parallel.pipeline_schedule == ENTRIES["pipeline_schedule"].default
+    if count > 1 and is_default and "parallel.pipeline_schedule" not in explicit:
+        yield "pipeline_schedule", "interleaved", f"there are {count} virtual stages per pipeline rank"
 
 
 def notes(line: CommandLine) -> Iterator[str]:
     """Lines for the log: how many flags change nothing, and which settings of the model keep other defaults."""
-    if not line.megatron:
+    rows = line.megatron_rows
+    if not rows:
         return
-    kinds = [row_for(flag).kind for flag in flags_of(line)]
+    kinds = [row.kind for row in rows.values()]
     if count := kinds.count("always"):
         yield f"{count_of(count, 'flag', verb='names')} what nanotrain always does (--help=megatron lists them)"
     if count := kinds.count("no effect"):
         yield f"{count_of(count, 'flag', verb='tunes')} parts of Megatron-LM that do not exist here"
-    saving = [f"{flag} ({row_for(flag).meaning})" for flag in flags_of(line) if row_for(flag).saves]
-    if saving:
+    if saving := [f"{flag} ({row.meaning})" for flag, row in rows.items() if row.saves]:
         yield f"Megatron-LM saves time or memory by what is not here: {'; '.join(saving)}"
-    table, of_flags = megatron(), {name for flag in flags_of(line) for name in row_for(flag).sets}
-    left_out = [name for name in table.shaping if ENTRIES[name].key not in line.explicit and name not in of_flags]
-    takes_model = "checkpoint.use_checkpoint_args" in line.explicit  # from the checkpoint
-    if left_out and not (line.choices or line.wants_megatron_defaults or takes_model):
+    if line.choices or line.wants_megatron_defaults or "checkpoint.use_checkpoint_args" in line.explicit:
+        return  # a file, Megatron-LM's defaults or the checkpoint's model
+    of_flags = {name for row in rows.values() for name in row.sets}
+    left_out = [n for n in megatron().shaping if ENTRIES[n].key not in line.explicit and n not in of_flags]
+    if left_out:
         values = ", ".join(
-            f"{name} {typed(ENTRIES[name].default)} (Megatron-LM: {typed(table.defaults[name])})" for name in left_out
+            f"{name} {typed(ENTRIES[name].default)} (Megatron-LM: {typed(megatron().defaults[name])})"
+            for name in left_out
         )
         yield f"settings left out whose defaults differ from Megatron-LM's: {values}; --megatron-defaults takes those"
-
-
-def flags_of(line: CommandLine) -> list[str]:
-    """The flags of Megatron-LM that are no field, each once, in order."""
-    return [*dict.fromkeys(argument.flag for argument in line.megatron)]
 
 
 def megatron_values() -> Mapping[str, Any]:

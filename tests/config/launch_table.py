@@ -4,8 +4,8 @@ import shlex
 from collections import Counter
 
 from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS
-from nanotrain.config.document import table_row
 from nanotrain.config.flags import OWN_FLAGS
+from nanotrain.config.help import table_row
 from nanotrain.config.megatron import megatron
 from nanotrain.config.option import flag_of
 from tests.config.launch_scripts import SCRIPTS

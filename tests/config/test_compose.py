@@ -6,7 +6,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from nanotrain.config.compose import compose_files, config_dir, merge_settings
+from nanotrain.config.compose import compose_files, config_dir, merge_settings, read_yaml
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_config
 from nanotrain.errors import ConfigError
@@ -53,7 +53,7 @@ def test_the_recipes_are_found():
         ("# @package _global_\noptim:\n  lrr: 1\n", "unknown key optim.lrr in {path}"),
         ("# @package _global_\noptm:\n  lr: 1\n", "unknown section optm in {path}"),
         ("optim:\n  lr: 1\n", "begin it with the line: # @package _global_"),
-        ("# @package _global_\noptim: [\n", "cannot be read: line 3: while parsing a flow node, did not find expected"),
+        ("# @package _global_\noptim: [\n", "cannot be read: line 3: while parsing a flow node, expected the node"),
         (
             "# @package _global_\ndefaults: [tinyy, _self_]\n",
             "there is no config/tinyy.yaml: a defaults list names it; ",
@@ -145,3 +145,34 @@ def test_files_are_merged_as_hydra_merges_them(words):
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         composed = OmegaConf.to_container(compose("train", overrides))
     assert compose_files(line).values == composed
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a: \xfc", "it is not UTF-8: byte 3 is 0xfc"),
+        (b"a: [", "cannot be read: line 1: "),
+        (b"a:\n\tb: 1\n", "line 2: .* indent with spaces in place of the tab"),
+        (b"a: " + b"[" * 2000, "it is nested too deeply"),
+        (b"a:\n  b: 1\n  c: 2\n  b: 3\n", "b is set twice in one section, the second time in line 4"),
+        (b"- {a: 1}\n- {b: 1, b: 2}\n", "b is set twice in one section, the second time in line 2"),
+    ],
+)
+@pytest.mark.parametrize("argument", ["+config=r", "+config=through", "+config=FOLDER/config/r.yaml"])
+def test_a_file_that_is_no_yaml_is_named_with_the_line(content, message, argument, tmp_path):
+    write(tmp_path / "config" / "r.yaml", "").write_bytes(content)
+    write(tmp_path / "config" / "through.yaml", "# @package _global_\ndefaults: [r]\n")
+    if argument == "+config=through" and ("UTF-8" in message or "deeply" in message):
+        message = "the YAML files cannot be composed"
+    with pytest.raises(ConfigError, match=message):
+        load_config(["--config-dir", str(tmp_path), argument.replace("FOLDER", str(tmp_path))])
+
+
+@pytest.mark.parametrize("content", ["a: {b: 1}\nc: {b: 1}\n", "x: &x {b: 1}\na: *x\nc: {<<: *x, b: 2}\n"])
+def test_one_key_in_two_sections_is_no_duplicate(content, tmp_path):
+    assert read_yaml(write(tmp_path / "r.yaml", content))["c"]["b"] in (1, 2)
+
+
+def test_a_recipe_with_what_only_looks_like_a_date_is_read(tmp_path):
+    content = read_yaml(write(tmp_path / "r.yaml", "train: {wandb_exp_name: 2026-02-30}\n"))
+    assert content["train"]["wandb_exp_name"] == "2026-02-30"

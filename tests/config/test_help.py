@@ -1,4 +1,4 @@
-"""The texts of --help: every flag once, with its default, wrapped at words."""
+"""The texts of --help: every flag once, with its default, wrapped at words; and the tables of docs/config.md."""
 
 import re
 from io import BytesIO, TextIOWrapper
@@ -6,13 +6,15 @@ from io import BytesIO, TextIOWrapper
 import pytest
 
 from nanotrain.config.flags import parse
-from nanotrain.config.help import COMMON, describe, help_text
+from nanotrain.config.help import COMMON, describe, document, help_text
 from nanotrain.config.load import reply
 from nanotrain.config.megatron import megatron
 from nanotrain.config.schema import ENTRIES, SECTIONS, typed
 from nanotrain.errors import ConfigError
+from tests.harness import ROOT
 
 TOPICS = ["", "all", "megatron", *SECTIONS]
+PAGE = (ROOT / "docs" / "config.md").read_text()
 
 
 def test_every_flag_is_listed_once():
@@ -24,9 +26,9 @@ def test_every_flag_is_listed_once():
 
 def test_the_short_help_has_the_options_used_most_and_leads_to_the_others():
     text = help_text()
-    assert len(COMMON) == 25 and len(text.splitlines()) < 120
+    assert len(COMMON.split()) == 25 and len(text.splitlines()) < 120
     listed = set(re.findall(r"^│ (--[a-z][\w-]*)", text.replace("--[no-]", "--"), flags=re.MULTILINE))
-    assert {ENTRIES[name].flag for name in COMMON} <= listed
+    assert {ENTRIES[name].flag for name in COMMON.split()} <= listed
     assert "--help=all" in text and "--help=megatron" in text and "model.moe" in text
 
 
@@ -87,3 +89,23 @@ def test_a_default_is_written_as_it_is_typed():
 
 def test_a_flag_is_described_by_its_meaning():
     assert describe(ENTRIES["moe_router_topk"]) == ("--moe-router-topk N", "experts per token (default: 2)")
+
+
+def test_the_page_is_current():
+    assert document(PAGE) == PAGE, "run: python -m nanotrain.config.help docs/config.md"
+
+
+def test_every_row_of_a_table_has_as_many_cells_as_its_head():
+    num_cells = 0
+    for line in filter(lambda line: line.startswith("|"), PAGE.splitlines()):
+        cells = line.replace(r"\|", "").strip("|").split("|")
+        num_cells = len(cells) if cells[0] == " flag " else num_cells
+        assert len(cells) == num_cells and not set("{}") & set(cells[1].partition("`")[0]), line
+
+
+def test_help_and_page_name_every_flag_with_its_meaning():
+    text, page = " ".join(help_text("all").replace("│", "").split()), PAGE
+    for entry in ENTRIES.values():
+        flag = f"--[no-]{entry.flag[2:]}" if entry.kind is bool else entry.flag
+        assert f"{flag} " in text and f"| `{entry.flag}` |" in page
+        assert entry.field.metadata["meaning"] in text and entry.field.metadata["meaning"].replace("|", r"\|") in page

@@ -1,4 +1,4 @@
-"""Values from the environment are used, and written as references; YAML files are checked before they are composed."""
+"""Values from the environment are used, and written as references."""
 
 import pickle
 
@@ -6,7 +6,6 @@ import pytest
 
 from nanotrain.config.load import load_config, to_yaml
 from nanotrain.config.schema import to_dict
-from nanotrain.config.yaml_file import MAX_BYTES, check_yaml
 from nanotrain.errors import ConfigError
 
 
@@ -35,12 +34,3 @@ def test_no_error_shows_a_value_from_the_environment(arguments, message, monkeyp
     with pytest.raises(ConfigError) as caught:
         load_config(["--mock-data", "--vocab-size", "64", *arguments])
     assert message in str(caught.value) and "ret:" not in str(caught.value) and "sec\\" not in str(caught.value)
-
-
-def test_a_large_or_missing_file_is_an_error_and_a_few_aliases_are_not(tmp_path):
-    (tmp_path / "large.yaml").write_bytes(b"#" * (MAX_BYTES + 1))
-    (tmp_path / "fine.yaml").write_text("a: &a [1, 2]\nb: [*a, *a]\n")
-    check_yaml(tmp_path / "fine.yaml")
-    for name, says in (("large", "larger than 1,048,576 bytes"), ("missing", "No such file")):
-        with pytest.raises(ConfigError, match=says):
-            check_yaml(tmp_path / f"{name}.yaml")
