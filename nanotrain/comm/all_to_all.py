@@ -13,13 +13,13 @@ as "all_to_all".
 """
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanotrain.comm.autograd import eager
+from nanotrain.comm.autograd import apply_collective
 from nanotrain.comm.group import Group
 from nanotrain.comm.work import Work, translate_errors
 
@@ -55,7 +55,6 @@ def start_all_to_all(
     return Work(lambda: output, op="all_to_all", group=group, handles=[handle], keep=[output, tensor])
 
 
-@eager  # transfers stay out of compiled graphs
 def all_to_all(x: Tensor, group: Group, *, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:
     """All-to-all with autograd: the gradient of a row returns to the rank that sent the row.
 
@@ -63,8 +62,9 @@ def all_to_all(x: Tensor, group: Group, *, output_splits: Sequence[int], input_s
     """
     if group.size == 1:
         return x
-    out: Tensor = _AllToAll.apply(x, group, tuple(output_splits), tuple(input_splits))
-    return out
+    there = partial(_all_to_all, group=group, output_splits=output_splits, input_splits=input_splits)
+    back = partial(_all_to_all, group=group, output_splits=input_splits, input_splits=output_splits)
+    return apply_collective(x, there, backward=back)
 
 
 def start_reduce_scatter_by_all_to_all(
@@ -98,20 +98,6 @@ def start_reduce_scatter_by_all_to_all(
         return output
 
     return work.then(finish)
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: Group, output_splits: tuple[int, ...], input_splits: tuple[int, ...]
-    ) -> Tensor:
-        ctx.group, ctx.output_splits, ctx.input_splits = group, output_splits, input_splits
-        return _all_to_all(x, group, output_splits=output_splits, input_splits=input_splits)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        grad = _all_to_all(grads[0], ctx.group, output_splits=ctx.input_splits, input_splits=ctx.output_splits)
-        return grad, None, None, None
 
 
 def _all_to_all(x: Tensor, group: Group, *, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:

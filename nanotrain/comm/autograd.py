@@ -80,11 +80,12 @@ def _apply(x: Tensor, group: Group, *, dim: int = 0, forward: TensorFunction, ba
     if group.size == 1:
         return x
     along = {"group": group, "dim": dim}
-    return _apply_collective(x, partial(forward, **along), backward=partial(backward, **along))
+    return apply_collective(x, partial(forward, **along), backward=partial(backward, **along))
 
 
 @eager  # collectives stay outside compiled graphs
-def _apply_collective(x: Tensor, forward: TensorFunction, *, backward: TensorFunction) -> Tensor:
+def apply_collective(x: Tensor, forward: TensorFunction, *, backward: TensorFunction) -> Tensor:
+    """Apply `forward`, whose gradient is `backward` of the gradient of the output."""
     out: Tensor = _Collective.apply(x, forward, backward)
     return out
 

@@ -9,14 +9,12 @@
     all_gather_object, gather_object,                   control traffic
     broadcast_object, barrier
 
-Objects are sent along the tree of a group if it has one (`Group.tree`; objects.py). In a group of one rank the output
+Objects are sent along the tree of a group if it has one (`Group.tree`). In a group of one rank the output
 is the input and no process group is used. `group.traffic` counts the bytes sent.
 """
 
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 from typing import Any
 
 import torch
@@ -26,15 +24,12 @@ from torch import Tensor
 from nanotrain.comm import gloo
 from nanotrain.comm.device import HostCopy, process_group_device, to_device
 from nanotrain.comm.group import Group, reduced_bytes
-from nanotrain.comm.work import Work, translate_errors
+from nanotrain.comm.work import Work, translate_errors, waiting
 
 # torch 2.13 renamed both and warns on the old names; 2.10 has only the old ones.
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# One collective along an inner dim of [B, S, H] needs a copy; B collectives, one per sample, do not. From this size of
-# a slice on they are used. Estimated, not measured: a collective costs about 10 us more on NCCL, the copy of a slice of
-# this size 12 us at 85 % of an H100's memory bandwidth.
-MIN_SLICE_BYTES = 2**24
+_REDUCE: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -101,11 +96,6 @@ def start_all_gather(tensor: Tensor, group: Group, *, dim: int) -> Work[Tensor]:
     """
     if group.size == 1:
         return Work.completed(tensor)
-    shape = (*tensor.shape[:dim], group.size * tensor.shape[dim], *tensor.shape[dim + 1 :])
-    if _goes_by_slice(shape, tensor, group=group, dim=dim):
-        output, tensor = tensor.new_empty(shape), tensor.contiguous()
-        pairs = zip(output.flatten(0, dim - 1), tensor.flatten(0, dim - 1), strict=True)
-        return _together([start_all_gather_into(out, part, group=group) for out, part in pairs], output)
     work = start_all_gather_into(tensor.new_empty((group.size, *tensor.shape)), tensor.contiguous(), group=group)
     return work.then(lambda parts: parts.movedim(0, dim).flatten(dim, dim + 1))
 
@@ -120,11 +110,6 @@ def start_reduce_scatter(tensor: Tensor, group: Group, *, dim: int) -> Work[Tens
     if group.size == 1:
         return Work.completed(tensor)
     _check_divisible(tensor, group, dim=dim)
-    if _goes_by_slice(tensor.shape, tensor, group=group, dim=dim):
-        full = tensor.contiguous()
-        output = full.new_empty((*tensor.shape[:dim], tensor.shape[dim] // group.size, *tensor.shape[dim + 1 :]))
-        pairs = zip(output.flatten(0, dim - 1), full.flatten(0, dim - 1), strict=True)
-        return _together([start_reduce_scatter_into(out, part, group=group) for out, part in pairs], output)
     slices = tensor.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
     return start_reduce_scatter_into(slices.new_empty(slices.shape[1:]), slices, group=group)
 
@@ -149,13 +134,13 @@ def all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> None:
 def all_reduce_scalars(values: Sequence[float], group: Group, *, op: str = "sum") -> list[float]:
     """`start_all_reduce_scalars`, complete on return.
 
-    On gloo it is a gather and a broadcast (objects.py has the reason), which have no "avg".
+    On gloo it is a gather and a broadcast (`reduce_along`), which have no "avg".
     """
     if group.size == 1 or not (group.levels or group.is_gloo):
         return start_all_reduce_scalars(values, group, op=op).wait()
     num_bytes = 2 * reduced_bytes(8 * len(values), group.size)
     group.traffic.record(group.name, "all_reduce_scalars", num_bytes=num_bytes)
-    with _waiting("all_reduce_scalars", group, num_bytes=num_bytes):
+    with _blocking("all_reduce_scalars", group, num_bytes=num_bytes):
         return reduce_along(group.levels or (group,), [float(value) for value in values], op=op)
 
 
@@ -184,7 +169,7 @@ def all_gather_object(obj: Any, group: Group) -> list[Any]:
     """Every rank's picklable object, in group order."""
     if group.size == 1:
         return [obj]
-    with _waiting("all_gather_object", group):
+    with _blocking("all_gather_object", group):
         if group.levels:
             gathered: list[Any] = broadcast_along(group.levels, gather_along(group.levels, obj))
             return gathered
@@ -197,7 +182,7 @@ def gather_object(obj: Any, group: Group) -> list[Any] | None:
     """Every rank's picklable object, in group order, on the first rank; None on the others."""
     if group.size == 1:
         return [obj]
-    with _waiting("gather_object", group):
+    with _blocking("gather_object", group):
         return gather_along(group.levels or (group,), obj)
 
 
@@ -205,48 +190,64 @@ def broadcast_object(obj: Any, group: Group) -> Any:
     """The first rank's picklable object, on every rank."""
     if group.size == 1:
         return obj
-    with _waiting("broadcast_object", group):
+    with _blocking("broadcast_object", group):
         return broadcast_along(group.levels or (group,), obj)
 
 
+def gather_along(levels: Sequence[Group], obj: Any) -> list[Any] | None:
+    """Every rank's object on the root of a tree, None on the others.
+
+    `levels` are the groups of the tree that this rank is in, from the leaves up.
+    """
+    gathered = [obj]
+    for level in levels:
+        parts: list[Any] | None = [None] * level.size if level.is_first else None
+        dist.gather_object(gathered, parts, group=level.process_group, group_dst=0)
+        if parts is None:
+            return None
+        gathered = [each for part in parts for each in part]
+    return gathered
+
+
+def broadcast_along(levels: Sequence[Group], obj: Any) -> Any:
+    """The root's object; every other rank passes any."""
+    objects = [obj]
+    for level in reversed(levels):
+        dist.broadcast_object_list(objects, group=level.process_group, group_src=0)
+    return objects[0]
+
+
+def reduce_along(levels: Sequence[Group], numbers: Sequence[float], *, op: str) -> list[float]:
+    """Numbers reduced elementwise, the same bits on every rank; `op` is "sum", "max" or "min".
+
+    gloo's all-reduce is a ring of 2 * (size - 1) messages in a row. Ranks that share cores wait for a time slice in
+    each: on 4 ranks of 2 cores an all-reduce of 16 numbers takes 5.5 ms, a gather and a broadcast 1 ms (measured).
+    """
+    total = torch.tensor(numbers, dtype=torch.float64)
+    for level in levels:
+        parts = [torch.empty_like(total) for _ in level.ranks] if level.is_first else None
+        dist.gather(total, parts, group=level.process_group, group_dst=0)
+        if parts is None:
+            break
+        total = _REDUCE[op](torch.stack(parts), dim=0)
+    for level in reversed(levels):
+        dist.broadcast(total, group=level.process_group, group_src=0)
+    reduced: list[float] = total.tolist()
+    return reduced
+
+
 @contextmanager
-def _waiting(op: str, group: Group, *, num_bytes: int = 0) -> Iterator[None]:
+def _blocking(op: str, group: Group, *, num_bytes: int = 0) -> Iterator[None]:
     """Record a blocking collective of objects or numbers in the heartbeat, and translate its errors."""
     group.heartbeat.started(group.name, op, num_bytes=num_bytes)
-    group.heartbeat.wait_begins(group.name, op, sequence=group.heartbeat.sequence(group.name))
-    with translate_errors(op, group):
+    with waiting(op, group, sequence=group.heartbeat.sequence(group.name)):
         yield
-    group.heartbeat.wait_ended()
 
 
 def barrier(group: Group) -> None:
     """Return once every rank of the group has called it; blocks the host, on CUDA too."""
     # Not dist.barrier: on NCCL it guesses a device and does not block the host.
     all_reduce_scalars([0.0], group)
-
-
-def _goes_by_slice(shape: Sequence[int], tensor: Tensor, *, group: Group, dim: int) -> bool:
-    """Whether a collective along `dim` runs once per index of the earlier dims, for which slices are contiguous.
-
-    Args:
-        shape: of the tensors of all ranks, concatenated.
-        tensor: one of them, for its dtype.
-        group: of the collective.
-        dim: of the collective.
-    """
-    num_slices = prod(shape[:dim])
-    return num_slices > 1 and not group.is_gloo and prod(shape[dim:]) * tensor.itemsize >= MIN_SLICE_BYTES
-
-
-def _together(works: Sequence[Work[Tensor]], result: Tensor) -> Work[Tensor]:
-    """A handle for several collectives that write parts of one result."""
-
-    def finish() -> Tensor:
-        for work in works:
-            work.wait()
-        return result
-
-    return Work(finish)
 
 
 def _check_divisible(tensor: Tensor, group: Group, *, dim: int) -> None:
@@ -268,103 +269,3 @@ def _is_local(output: Tensor, tensor: Tensor, *, full: Tensor, group: Group) -> 
     if group.size == 1 and (output.data_ptr() != tensor.data_ptr() or output.is_meta):
         output.copy_(tensor.view_as(output))
     return group.size == 1
-
-
-PACKET_BYTES = 2**15  # sent whatever the length; on one machine 16 to 64 KiB take equally long (measured)
-LENGTH_BYTES = 8  # of its length, at the beginning of a packet
-_REDUCE: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
-
-
-def gather_along(levels: Sequence[Group], obj: Any) -> list[Any] | None:
-    """Every rank's object, in group order, on the root; None on the others."""
-    messages = [pickle.dumps(obj)]
-    for level in levels:
-        gathered = _gather(pickle.dumps(messages), level)
-        if gathered is None:
-            return None
-        messages = [message for part in gathered for message in pickle.loads(part)]
-    return [pickle.loads(message) for message in messages]
-
-
-def broadcast_along(levels: Sequence[Group], obj: Any) -> Any:
-    """The root's object; every other rank passes any."""
-    is_root = all(level.is_first for level in levels)
-    message = pickle.dumps(obj) if is_root else b""
-    for level in reversed(levels):
-        message = _broadcast(message, level)
-    return obj if is_root else pickle.loads(message)
-
-
-def reduce_along(levels: Sequence[Group], numbers: Sequence[float], *, op: str) -> list[float]:
-    """Numbers reduced elementwise, the same bits on every rank; `op` is "sum", "max" or "min"."""
-    total = torch.tensor(numbers, dtype=torch.float64)
-    for level in levels:
-        parts = [torch.empty_like(total) for _ in level.ranks] if level.is_first else None
-        dist.gather(total, parts, group=level.process_group, group_dst=0)
-        if parts is None:
-            break
-        total = _REDUCE[op](torch.stack(parts), dim=0)
-    for level in reversed(levels):
-        dist.broadcast(total, group=level.process_group, group_src=0)
-    reduced: list[float] = total.tolist()
-    return reduced
-
-
-def _broadcast(message: bytes, group: Group) -> bytes:
-    """The first rank's message: a packet, and what does not fit into it in a second broadcast."""
-    packet = _packet(message)
-    dist.broadcast(packet, group=group.process_group, group_src=0)
-    start, missing = _start_of(packet)
-    if missing:
-        rest = _rest(message) if group.is_first else torch.empty(missing, dtype=torch.uint8)
-        dist.broadcast(rest, group=group.process_group, group_src=0)
-        start += _bytes(rest)
-    return start
-
-
-def _gather(message: bytes, group: Group) -> list[bytes] | None:
-    """Every rank's message on the first rank: packets, and what does not fit into them from rank after rank."""
-    packets = [torch.empty(PACKET_BYTES, dtype=torch.uint8) for _ in group.ranks] if group.is_first else None
-    dist.gather(_packet(message), packets, group=group.process_group, group_dst=0)
-    if packets is None:
-        rest = _rest(message)
-        if len(rest):
-            group.wait(_started(dist.isend(rest, group=group.process_group, group_dst=0)))
-        return None
-    messages = [message]
-    for index, packet in enumerate(packets[1:], start=1):
-        start, missing = _start_of(packet)
-        if missing:
-            rest = torch.empty(missing, dtype=torch.uint8)
-            group.wait(_started(dist.irecv(rest, group=group.process_group, group_src=index)))
-            start += _bytes(rest)
-        messages.append(start)
-    return messages
-
-
-def _packet(message: bytes) -> Tensor:
-    """The length of a message and as much of it as fits."""
-    start = len(message).to_bytes(LENGTH_BYTES, "little") + message[: PACKET_BYTES - LENGTH_BYTES]
-    return torch.frombuffer(bytearray(start.ljust(PACKET_BYTES, b"\0")), dtype=torch.uint8)
-
-
-def _start_of(packet: Tensor) -> tuple[bytes, int]:
-    """The part of a message that is in its packet, and the number of its bytes that are not."""
-    content = _bytes(packet)
-    length = int.from_bytes(content[:LENGTH_BYTES], "little")
-    start = content[LENGTH_BYTES:][:length]
-    return start, length - len(start)
-
-
-def _rest(message: bytes) -> Tensor:
-    rest = bytearray(message[PACKET_BYTES - LENGTH_BYTES :])
-    return torch.frombuffer(rest, dtype=torch.uint8) if rest else torch.empty(0, dtype=torch.uint8)
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.numpy().tobytes()
-
-
-def _started(handle: dist.Work | None) -> dist.Work:
-    assert handle is not None, "torch returns None only on ranks outside the group"
-    return handle

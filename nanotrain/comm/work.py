@@ -77,20 +77,14 @@ class Work(Generic[T]):
             raise self._failure
         if self._finish is None:
             return self._result
-        group = self._group
-        if group is None and not self._handles:  # nothing is sent, as over a group of one rank
-            self._result = self._finish()
-            self._finish, self._keep = None, ()
-            return self._result
         try:
-            if group is not None:
-                group.heartbeat.wait_begins(group.name, self._op, sequence=self._sequence, peer=self._peer)
-            with translate_errors(self._op, group, sequence=self._sequence):
-                for handle in self._handles:
-                    handle.wait() if group is None else group.wait(handle)
+            if self._group is None:  # nothing is sent, as over a group of one rank
                 self._result = self._finish()
-            if group is not None:
-                group.heartbeat.wait_ended()
+            else:
+                with waiting(self._op, self._group, sequence=self._sequence, peer=self._peer):
+                    for handle in self._handles:
+                        self._group.wait(handle)
+                    self._result = self._finish()
         except EnvironmentFault as failure:
             self._failure = failure
             raise
@@ -100,7 +94,16 @@ class Work(Generic[T]):
 
 
 @contextmanager
-def translate_errors(op: str, group: Group | None, *, sequence: int | None = None) -> Iterator[None]:
+def waiting(op: str, group: Group, *, sequence: int, peer: int | None = None) -> Iterator[None]:
+    """Record in the heartbeat that this rank waits for a collective inside the block, and translate its errors."""
+    group.heartbeat.wait_begins(group.name, op, sequence=sequence, peer=peer)
+    with translate_errors(op, group, sequence=sequence):
+        yield
+    group.heartbeat.wait_ended()
+
+
+@contextmanager
+def translate_errors(op: str, group: Group, *, sequence: int | None = None) -> Iterator[None]:
     """Raise torch's errors inside the block as `CommunicationFault` naming the collective, group and rank.
 
     Args:
@@ -111,8 +114,6 @@ def translate_errors(op: str, group: Group | None, *, sequence: int | None = Non
     try:
         yield
     except RuntimeError as error:
-        if group is None:
-            raise
         number = group.heartbeat.sequence(group.name) if sequence is None else sequence
         size = group.heartbeat.num_bytes(group.name, number)
         sent = "" if size is None else f" of {size:,} bytes"

@@ -97,7 +97,6 @@ def trains(row: Row, folder: Path) -> Recorder:
     with row.world() as (context, recorder), pytest.MonkeyPatch.context() as patch:
         patch.setattr(activation_offload, "HostTransfer", lambda device: RecordedTransfer(recorder))
         patch.setattr(optimizer_offload, "BufferCopies", lambda device: RecordedCopies(recorder))
-        patch.setattr(collectives, "MIN_SLICE_BYTES", 1)  # samples of a microbatch are gathered one by one
         run = build_here(context, row.case, folder=folder)
         try:
             for _ in range(2):
