@@ -13,6 +13,7 @@ Objects are sent along the tree of a group if it has one (`Group.tree`). In a gr
 is the input and no process group is used. `group.traffic` counts the bytes sent.
 """
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -199,14 +200,14 @@ def gather_along(levels: Sequence[Group], obj: Any) -> list[Any] | None:
 
     `levels` are the groups of the tree that this rank is in, from the leaves up.
     """
-    gathered = [obj]
+    gathered = [pickle.dumps(obj)]  # only the root reads it
     for level in levels:
         parts: list[Any] | None = [None] * level.size if level.is_first else None
         dist.gather_object(gathered, parts, group=level.process_group, group_dst=0)
         if parts is None:
             return None
-        gathered = [each for part in parts for each in part]
-    return gathered
+        gathered = [message for part in parts for message in part]
+    return [pickle.loads(message) for message in gathered]
 
 
 def broadcast_along(levels: Sequence[Group], obj: Any) -> Any:

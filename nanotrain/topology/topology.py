@@ -129,17 +129,6 @@ class Topology:
 CONTROL_FAN_OUT = 32  # ranks of a gloo group of the control tree: 13 KB per rank through the store
 
 
-@dataclass(frozen=True)
-class StartCost:
-    """The cost of a start for one rank whose device is a GPU."""
-
-    num_splits: int  # of the world communicator, in which all ranks take part
-    num_process_groups: int  # that this rank is in, the world included
-    num_ranks: int  # of these groups together
-    control_sockets: int  # of its gloo groups
-    control_store_bytes: int  # that this rank reads for them
-
-
 def partitions(topology: Topology) -> dict[GroupName, tuple[Ranks, ...]]:
     """The groups to create, by their first name, in an order that is the same on every rank.
 
@@ -178,23 +167,3 @@ def control_levels(rank: int, world_size: int, *, fan_out: int = CONTROL_FAN_OUT
         found += [group for group in groups if rank in group]
         level = [group[0] for group in groups]
     return tuple(found)
-
-
-def start_cost(topology: Topology, rank: int) -> StartCost:
-    """The cost for a rank whose device is a GPU.
-
-    Args:
-        topology: of the run.
-        rank: global rank.
-    """
-    created, size = partitions(topology), topology.world_size
-    groups = [ranks for parts in created.values() for ranks in parts if rank in ranks]
-    groups += [tuple(range(size))] if size > 1 else []
-    levels = [len(ranks) for ranks in control_levels(rank, size)]
-    return StartCost(
-        num_splits=len(created),
-        num_process_groups=len(groups),
-        num_ranks=sum(map(len, groups)),
-        control_sockets=sum(level - 1 for level in levels),
-        control_store_bytes=sum(level * (154 + 8 * level) for level in levels),
-    )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from nanotrain.config.config import ParallelConfig, ShardingStrategy
 from nanotrain.errors import TopologyError
 from nanotrain.topology.groups import GROUP_NAMES
-from nanotrain.topology.topology import CONTROL_FAN_OUT, StartCost, Topology, control_levels, partitions, start_cost
+from nanotrain.topology.topology import CONTROL_FAN_OUT, Topology, control_levels, partitions
 from tests.harness import parallel_config
 
 
@@ -156,12 +156,15 @@ GPU_PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 LAYOUTS = {"tp 8, pp 4": {"tp": 8, "pp": 4}, "tp 8, pp 16, cp 2": {"tp": 8, "pp": 16, "cp": 2}}
 
 
+def created_groups(topology: Topology, rank: int) -> list[tuple[int, ...]]:
+    """The process groups of a rank besides the world."""
+    return [ranks for groups in partitions(topology).values() for ranks in groups if rank in ranks]
+
+
 def test_groups_with_the_same_ranks_share_one_process_group():
-    assert start_cost(Topology.of(parallel_config(), 1), 0) == StartCost(0, 0, 0, 0, 0)
-    # world, dp, dp_cp and the other names of all ranks are one group
-    assert start_cost(Topology.of(parallel_config(), 4), 0).num_process_groups == 1
-    # tp, dp and the world
-    assert start_cost(Topology.of(parallel_config(tp=2), 4), 3).num_process_groups == 3
+    # the world, dp, dp_cp and the other names of all ranks are one group
+    assert created_groups(Topology.of(parallel_config(), 4), 0) == []
+    assert created_groups(Topology.of(parallel_config(tp=2), 4), 3) == [(2, 3), (1, 3)]
     # the first and the last of two stages are both stages
     assert "embed" not in partitions(Topology.of(parallel_config(pp=2), 4))
 
@@ -183,13 +186,17 @@ def test_the_control_tree_connects_every_rank_once(size, fan_out):
 )
 def test_the_table_of_the_page_is_computed(num_ranks, layout):
     topology = Topology.of(parallel_config(**LAYOUTS[layout]), num_ranks)
-    first, last = start_cost(topology, 0), start_cost(topology, num_ranks - 1)
+    groups, sizes = created_groups(topology, 0), []
+    for rank in (0, num_ranks - 1):
+        sizes.append([len(ranks) for ranks in control_levels(rank, num_ranks)])
+    sockets = [sum(size - 1 for size in of_rank) for of_rank in sizes]
+    stored = [sum(size * (154 + 8 * size) for size in of_rank) / 1e3 for of_rank in sizes]
     # levels above the leaves have the same groups for their first ranks only
     levels = {ranks for rank in range(0, num_ranks, CONTROL_FAN_OUT) for ranks in control_levels(rank, num_ranks)}
     total = sum(len(ranks) * len(ranks) * (154 + 8 * len(ranks)) for ranks in levels)
     row = (
-        f"| {num_ranks:,} | {layout} | {first.num_splits} | {first.num_process_groups} | {first.num_ranks:,} | "
-        f"{first.control_sockets}, {last.control_sockets} | {first.control_store_bytes / 1e3:,.1f} kB, "
-        f"{last.control_store_bytes / 1e3:,.1f} kB | {total / 1e6:,.1f} MB |"
+        f"| {num_ranks:,} | {layout} | {len(partitions(topology))} | {len(groups) + 1} | "
+        f"{sum(map(len, groups)) + num_ranks:,} | {sockets[0]}, {sockets[1]} | {stored[0]:,.1f} kB, "
+        f"{stored[1]:,.1f} kB | {total / 1e6:,.1f} MB |"
     )
     assert row in GPU_PAGE.read_text(), row
