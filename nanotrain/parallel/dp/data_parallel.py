@@ -30,7 +30,7 @@ Source: Rajbhandari et al. 2020 (ZeRO), sections 5.1-5.2; Megatron-LM core, `dis
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -102,24 +102,22 @@ class DataParallel:
         self._num_started = 0
         self._in_flight: list[Bucket] = []
         self._is_last_microbatch, self._in_backward = True, False
-        self._unit_gather: UnitGather | None = None
         self._views: dict[str, tuple[nn.Parameter, Tensor]] = {}  # parameters, and their views of a bucket
         self._is_gathered = False  # inside of `gathered`
         self._move_parameters(module)
-        self._register_unit_hooks(module)
+        self._unit_gather = self._register_unit_hooks(module)
 
     def begin_step(self) -> None:
         """Start a step: discard the gradients of the last one."""
         self._num_started, self._is_last_microbatch = 0, True
-        if self._unit_gather is not None:
-            self._unit_gather.begin_step()
+        self._unit_gather.begin_step()
         for bucket in self.buckets:
             bucket.begin_step()
 
     def backward_begins(self, *, is_last: bool) -> None:
         """Start the backward pass of a microbatch; `is_last` if it is the last one of the step on this stage."""
         self._num_started, self._is_last_microbatch, self._in_backward = 0, is_last, True
-        self._free_units()  # the unit that an I action has gathered last
+        self._unit_gather.free()  # the unit that an I action has gathered last
         for bucket in self.buckets:
             bucket.begin_backward()
 
@@ -128,7 +126,7 @@ class DataParallel:
         if self._reduces_now:
             self._start_reductions(until=len(self.buckets))
         self._in_backward = False
-        self._free_units()
+        self._unit_gather.free()
 
     def finish_grad_reduce(self, *, is_abandoned: bool = False) -> None:
         """Wait until every `grads.main` holds the sum over the ranks.
@@ -154,18 +152,15 @@ class DataParallel:
             fill(self.layout.params)
             return
         for bucket in self.buckets:
-            params = [entry.param for entry in bucket.layout.params]
-            if self.fp8_weights is not None:
-                full = bucket.params.update.new_zeros(bucket.layout.numel)
-                self._point_params(bucket, full)
-                fill(params)
-                bucket.params.update.copy_(shard_of(shard_of(full, self.groups.shard), self.groups.outer))
-                self._point_params(bucket, None)
-                continue
-            bucket.params.allocate()
-            bucket.params.full.zero_()
-            fill(params)
-            bucket.params.keep_shard()
+            full = bucket.params.update.new_zeros(bucket.layout.numel)
+            self._point_params(bucket, full)
+            fill([entry.param for entry in bucket.layout.params])
+            shard = shard_of(full, self.groups.shard)
+            if self.fp8_weights is None:
+                bucket.params.shard.copy_(shard)
+            else:
+                bucket.params.update.copy_(shard_of(shard, self.groups.outer))
+            self._point_params(bucket, None)
         if self.fp8_weights is not None:
             self.start_param_gather()
 
@@ -193,12 +188,12 @@ class DataParallel:
     def gathered(self) -> Iterator[None]:
         """Gather all parameters for the time of the block, for code that reads them without the module's forward."""
         self.wait_for_params()
-        if self._is_gathered or (self._unit_gather is None and self.fp8_weights is None):
+        if self._is_gathered or not (self.options.strategy.shard_params or self.fp8_weights):
             yield
             return
         self._is_gathered, fp8 = True, self.fp8_weights
         try:
-            with nullcontext() if self._unit_gather is None else self._unit_gather.all_gathered():
+            with self._unit_gather.all_gathered():
                 for bucket in self.buckets:
                     self._point_params(bucket, bucket.params.apart if fp8 is None else fp8.gather_updates(bucket))
                 yield
@@ -288,10 +283,6 @@ class DataParallel:
     def _finish_oldest(self) -> None:
         self._in_flight.pop(0).finish_reduce()
 
-    def _free_units(self) -> None:
-        if self._unit_gather is not None:
-            self._unit_gather.free()
-
     def _reduce_later_units(self, num_complete: Sequence[int], index: int) -> None:
         """Reduce the units after `index`, whose backward is next; all ranks do so between the same all-gathers."""
         if self._in_backward and self._reduces_now:
@@ -324,39 +315,35 @@ class DataParallel:
             return bucket.view(local.spec.name, bucket.params.full).view(local.box.shape)
         return placeholder(local.box.shape, dtype=self.update_buffer.dtype, device=self.update_buffer.device)
 
-    def _register_unit_hooks(self, module: nn.Module) -> None:
+    def _register_unit_hooks(self, module: nn.Module) -> UnitGather:
         """Before its forward each module waits for the parameters of its units, or gathers them."""
         given, options = self.options.units, self.options
         units = child_units(module, self.layout) if given is None else given_units(given, self.layout)
-        if options.strategy.shard_params:
-            self._unit_gather = UnitGather(
-                [unit.module for unit in units],
-                [bucket.params for bucket in self.buckets],
-                order=GatherOrder.of([unit.buckets for unit in units], self.layout, options=options),
-                before_backward=partial(self._reduce_later_units, [unit.num_complete for unit in units]),
-                is_recomputing=options.is_recomputing,
-            )
-            return
-        for unit in units:
-            params = [self.buckets[i].params for i in unit.buckets]
-            unit.module.register_forward_pre_hook(partial(wait_before_forward, params))
+        if not options.strategy.shard_params:
+            for unit in units:
+                params = [self.buckets[i].params for i in unit.buckets]
+                unit.module.register_forward_pre_hook(partial(wait_before_forward, params))
+            units = []  # nothing is gathered and freed
+        return UnitGather(
+            [unit.module for unit in units],
+            [bucket.params for bucket in self.buckets],
+            order=GatherOrder.of([unit.buckets for unit in units], self.layout, options=options),
+            before_backward=partial(self._reduce_later_units, [unit.num_complete for unit in units]),
+            is_recomputing=options.is_recomputing,
+        )
 
     def _build_buckets(self, precision: Precision) -> tuple[Bucket, ...]:
-        options = self.options
-        reduction = Reduction(self.groups, options)
+        options, reduction = self.options, Reduction(self.groups, self.options)
         params = build_params(
-            self.layout,
-            self.param_buffer,
-            groups=self.groups,
-            is_sharded=options.strategy.shard_params,
-            update_buffer=self.update_buffer,
-            num_blocks=options.num_gather_blocks,
+            self.layout, self.param_buffer, groups=self.groups, options=options, update_buffer=self.update_buffer
         )
-        device, shards = self.param_buffer.device, options.strategy.shard_grads
-        grads = build_grads(self.layout, groups=self.groups, precision=precision, device=device, is_transient=shards)
+        device, is_transient = self.param_buffer.device, options.strategy.shard_grads
+        grads = build_grads(
+            self.layout, groups=self.groups, precision=precision, device=device, is_transient=is_transient
+        )
         return tuple(
-            Bucket(bucket, params=one, grads=other, reduction=reduction)
-            for bucket, one, other in zip(self.layout.buckets, params, grads, strict=True)
+            Bucket(bucket, params=param_store, grads=grad_store, reduction=reduction)
+            for bucket, param_store, grad_store in zip(self.layout.buckets, params, grads, strict=True)
         )
 
 

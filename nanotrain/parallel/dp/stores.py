@@ -17,7 +17,7 @@ from torch import Tensor
 from nanotrain.comm.collectives import start_all_gather_into
 from nanotrain.comm.work import Work
 from nanotrain.parallel.dp.layout import BufferLayout
-from nanotrain.parallel.dp.options import ReduceGroups, shard_of
+from nanotrain.parallel.dp.options import DataParallelOptions, ReduceGroups, shard_of
 from nanotrain.precision.policy import Precision
 
 
@@ -46,11 +46,6 @@ class ParamStore:
         self._inside: Work[Tensor] | None = None
 
     @property
-    def has_storage(self) -> bool:
-        """Whether `full` has memory."""
-        return True
-
-    @property
     def is_gathering(self) -> bool:
         """Whether an all-gather was started and not yet waited for."""
         return self._across is not None or self._inside is not None
@@ -72,9 +67,9 @@ class ParamStore:
             work.wait()
 
     def allocate(self) -> None:
-        """Do nothing: `full` always has storage. The same holds for `keep_shard`, `free` and `gather_apart`."""
+        """Do nothing: `full` always has storage. The same holds for `free` and `gather_apart`."""
 
-    keep_shard = free = gather_apart = allocate
+    free = gather_apart = allocate
 
     def _wait_across(self) -> None:
         work, self._across = self._across, None
@@ -200,11 +195,6 @@ class ShardedParams(ParamStore):
         self.start_all_gather()
         self.wait()
 
-    def keep_shard(self) -> None:
-        """Copy this rank's part of `full` to `shard` and free the rest."""
-        self.shard.copy_(shard_of(self.full, self._groups.shard))
-        self.free()
-
     def free(self) -> None:
         """Free the memory of `full`."""
         self.apart = None
@@ -218,8 +208,8 @@ class ResidentGrads:
 
     Args:
         full: [numel] the bucket's slice of the gradient buffer.
-        groups: of the bucket.
-        main_dtype: of the gradients that the optimizer reads, by default that of `full`.
+        groups: groups of the bucket.
+        main_dtype: dtype of the gradients that the optimizer reads, by default that of `full`.
     """
 
     holds_pooled = False
@@ -276,7 +266,7 @@ class TransientGrads:
         numel: elements of the bucket.
         shard: [shard_numel] accumulates the reduced gradients of the microbatches, in the dtype the optimizer reads.
         pool: source of full-size storage, in the dtype of the reduction.
-        groups: of the bucket.
+        groups: groups of the bucket.
     """
 
     def __init__(self, numel: int, shard: Tensor, *, pool: GradPool, groups: ReduceGroups) -> None:
@@ -324,28 +314,26 @@ def build_params(
     param_buffer: Tensor,
     *,
     groups: ReduceGroups,
-    is_sharded: bool,
+    options: DataParallelOptions,
     update_buffer: Tensor | None = None,
-    num_blocks: int = 0,
-) -> list[ParamStore]:
+) -> Sequence[ParamStore]:
     """One parameter store per bucket.
 
     Args:
-        layout: of the buffers.
+        layout: layout of the buffers.
         param_buffer: [numel], or this rank's shard of it where parameters are sharded.
-        groups: of the buckets.
-        is_sharded: whether a bucket has full size only while it is gathered.
+        groups: groups of the buckets.
+        options: strategy, and memory of gathered units.
         update_buffer: what this rank updates, apart from the parameters; None where it is a part of these.
-        num_blocks: blocks of memory that gathered units use in turn; 0: allocated with every gather.
     """
     numels = [bucket.update_numel for bucket in layout.buckets]
     updates = [None] * len(numels) if update_buffer is None else update_buffer.split(numels)
-    if not is_sharded:
+    if not options.strategy.shard_params:
         fulls = param_buffer.split([bucket.numel for bucket in layout.buckets])
         pairs = zip(fulls, updates, strict=True)
         return [ParamStore(full, groups=groups, update=update) for full, update in pairs]
     shards = param_buffer.split([bucket.shard_numel for bucket in layout.buckets])
-    memory = gather_memory(layout, shards, num_blocks=num_blocks)
+    memory = gather_memory(layout, shards, num_blocks=options.num_gather_blocks)
     return [
         ShardedParams(full, groups=groups, shard=shard, update=update)
         for full, shard, update in zip(memory, shards, updates, strict=True)
@@ -358,10 +346,10 @@ def build_grads(
     """One gradient store per bucket.
 
     Args:
-        layout: of the buffers.
-        groups: of the buckets.
+        layout: layout of the buffers.
+        groups: groups of the buckets.
         precision: dtypes of unreduced gradients and of those that the optimizer reads.
-        device: of the storage.
+        device: device of the storage.
         is_transient: whether a bucket has full size only from the first write to the reduction.
     """
     if not is_transient:

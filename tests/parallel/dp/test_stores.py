@@ -3,7 +3,7 @@
 import torch
 
 from nanotrain.comm.group import Group
-from nanotrain.parallel.dp.options import ReduceGroups, shard_of
+from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups, shard_of
 from nanotrain.parallel.dp.stores import (
     GradPool,
     ParamStore,
@@ -82,11 +82,13 @@ def test_parameter_stores_share_the_buffer_unless_they_are_sharded():
     layout = layout_of(Toy())
     buffer = torch.arange(float(layout.numel))
     updates = torch.zeros(layout.numel)
-    resident = build_params(layout, buffer, groups=GROUPS, is_sharded=False, update_buffer=updates)
+    resident = build_params(
+        layout, buffer, groups=GROUPS, options=DataParallelOptions(STRATEGIES["optim"]), update_buffer=updates
+    )
     assert torch.equal(torch.cat([store.full for store in resident]), buffer) and len(resident) == NUM_BUCKETS
     assert all(store.full.untyped_storage().data_ptr() == buffer.data_ptr() for store in resident)
     assert all(store.update.untyped_storage().data_ptr() == updates.data_ptr() for store in resident)
-    sharded = build_params(layout, buffer, groups=GROUPS, is_sharded=True)
+    sharded = build_params(layout, buffer, groups=GROUPS, options=DataParallelOptions(STRATEGIES["optim_grads_params"]))
     assert torch.equal(torch.cat([store.shard for store in sharded]), buffer)
     assert not any(store.has_storage for store in sharded)
 
