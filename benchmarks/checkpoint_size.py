@@ -33,8 +33,9 @@ from nanotrain.config.config import Config
 from nanotrain.config.derive import data_parallel_size
 from nanotrain.config.load import load
 from nanotrain.errors import NanotrainError, report
-from nanotrain.optim.state import clip_ranges, host_fraction, range_boxes, ranges_to_save, split_shard
+from nanotrain.optim.state import host_fraction, range_boxes, ranges_to_save, split_shard
 from nanotrain.optim.stored import num_scales
+from nanotrain.parallel.dp.layout import clip_ranges
 from nanotrain.precision.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from nanotrain.precision.policy import Precision
 from nanotrain.spec.boxes import TensorBox

@@ -39,6 +39,12 @@ from nanotrain.precision.policy import Precision
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.topology.groups import GroupName
 
+# Keeps the clip factor finite for a vanishing norm; Megatron-LM's value.
+EPSILON = 1e-6
+# torch's fp32 norm of a long vector loses digits on a CPU (measured: 3e-3 of 40 M elements), and the loss depends on
+# the length of the shard. The norm of rows of this length has a relative error of 3e-9 at the same cost.
+ROW_NUMEL = 4096
+
 
 @dataclass(frozen=True)
 class Update:
@@ -83,7 +89,7 @@ class DistributedOptimizer:
         self._device = self._states[0].grads.device
         self.average = WeightAverage(self._parts, config.ema_decay)
         self._num_updates = torch.zeros((), device=self._device)
-        self._host = HostUpdate(on_host, device=self._device)
+        self._host = HostUpdate(on_host, device=self._device) if on_host else None
         parts = [part for part in self._parts if not part.part.is_matrix and part.host is None]
         self._converted = [part for part in parts if not part.is_fp32]
         self._ranges = [part for state in parts if state.is_fp32 for part in state.ranges()]
@@ -272,39 +278,30 @@ class DistributedOptimizer:
             self._run_rules(step)
 
     def _run_rules(self, step: UpdateStep) -> None:
-        self._host.start_grads()
-        # Waits for the device, so it comes before the updates there, which then run beside the host's.
-        on_host = step.on_host() if self._host.has_parts else None
-        if self._matrix_updates:
-            self._host.wait_for_grads()
+        on_host = None
+        if self._host is not None:
+            self._host.start_grads()
+            # Waits for the device, so it comes before the updates there, which then run beside the host's.
+            on_host = step.on_host()
+            if self._matrix_updates:
+                self._host.wait_for_grads()
         for update in self._matrix_updates:
             update.run(step, device=self._device)
         if self._ranges:
             self._rule.update(self._ranges, step)
         for part in self._converted:
-            for start, stop in part.chunks():
-                with part.loaded(start, stop) as ranges:
-                    self._rule.update(ranges, replace(step, grad_scale=None))
+            part.update(lambda ranges: self._rule.update(ranges, replace(step, grad_scale=None)))
         for part in self._parts:
             if part.host is None:
                 part.copy_main_to_model_params()
-        if on_host is not None:
+        if self._host is not None and on_host is not None:
             self._host.run(partial(_update_on_host, rule=self._rule, step=on_host))
 
 
 def _update_on_host(part: PartState, *, rule: UpdateRule, step: UpdateStep) -> None:
     """Update a part in host memory; parts of matrices were updated by `MatrixUpdate`."""
     if not part.part.is_matrix:
-        for start, stop in part.chunks():
-            with part.loaded(start, stop) as ranges:
-                rule.update(ranges, step)
-
-
-# Keeps the clip factor finite for a vanishing norm; Megatron-LM's value.
-EPSILON = 1e-6
-# torch's fp32 norm of a long vector loses digits on a CPU (measured: 3e-3 of 40 M elements), and the loss depends on
-# the length of the shard. The norm of rows of this length has a relative error of 3e-9 at the same cost.
-ROW_NUMEL = 4096
+        part.update(lambda ranges: rule.update(ranges, step))
 
 
 def squared_norm(grad_shards: Sequence[Tensor], *, device: torch.device) -> Tensor:

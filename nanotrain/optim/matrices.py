@@ -21,7 +21,7 @@ from itertools import product
 from math import prod
 
 from nanotrain.optim.rule import Shape
-from nanotrain.parallel.dp.layout import BucketLayout, BucketParam, BufferLayout
+from nanotrain.parallel.dp.layout import BucketLayout, BufferLayout, FlatRange
 from nanotrain.quantities import count_of
 from nanotrain.spec.params import LocalParam
 
@@ -153,7 +153,7 @@ def balance(flops: Sequence[int], owners: Sequence[Coordinate], *, sizes: Coordi
     return Balance(len(flops), num_ranks, fewest, max(counts.values()), max(work.values()) / mean)
 
 
-def list_matrices(layouts: Iterable[BufferLayout], *, splits_tensors: bool) -> list[tuple[Matrix, int, BucketParam]]:
+def list_matrices(layouts: Iterable[BufferLayout], *, splits_tensors: bool) -> list[tuple[Matrix, int, FlatRange]]:
     """The matrices of several layouts, with the number of their bucket and their entry in it."""
     buckets = [bucket for layout in layouts for bucket in layout.buckets]
     return [
@@ -165,7 +165,7 @@ def list_matrices(layouts: Iterable[BufferLayout], *, splits_tensors: bool) -> l
     ]
 
 
-def split_matrix(matrix: Matrix, entry: BucketParam, *, bucket: BucketLayout) -> tuple[Piece, ...]:
+def split_matrix(matrix: Matrix, entry: FlatRange, *, bucket: BucketLayout) -> tuple[Piece, ...]:
     """The pieces of a matrix in the shards of its bucket."""
     first = entry.start - bucket.start + matrix.index * matrix.local_numel
     last, length = first + matrix.local_numel, bucket.update_numel

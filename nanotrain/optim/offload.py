@@ -15,32 +15,26 @@ import torch
 
 from nanotrain.comm.device import BufferCopies, BufferCopy
 from nanotrain.errors import ConfigError
-from nanotrain.optim.state import HostBuffers, PartState
+from nanotrain.optim.state import PartState
 
 
 class HostUpdate:
     """Updates parts on the host, beside the device.
 
     Args:
-        parts: with state in host memory.
-        device: of gradients and model params.
+        parts: parts with state in host memory, at least one.
+        device: device of gradients and model params.
     """
 
     def __init__(self, parts: Sequence[PartState], *, device: torch.device) -> None:
-        self._parts = parts
-        self._copies = BufferCopies(device) if parts else None
+        self._parts = [(part, part.host) for part in parts if part.host is not None]
+        self._copies = BufferCopies(device)
         self._arrivals: list[BufferCopy] = []
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether there is anything to update."""
-        return self._copies is not None
 
     def start_grads(self) -> None:
         """Start to copy the gradients of all parts to the host."""
-        if self._copies is not None:
-            self._copies.wait_for_device()
-            self._arrivals = [self._copies.start(part.grad, buffers_of(part).device_grad) for part in self._parts]
+        self._copies.wait_for_device()
+        self._arrivals = [self._copies.start(part.grad, host.device_grad) for part, host in self._parts]
 
     def wait_for_grads(self) -> None:
         """Wait until the gradients of all parts are on the host."""
@@ -53,21 +47,12 @@ class HostUpdate:
         The device's stream waits for the copies. The buffers of a part can be reused at once: on the copy stream the
         parameter copies of the previous step precede the gradient copies of this one.
         """
-        if self._copies is None:
-            return
-        for part, arrival in zip(self._parts, self._arrivals, strict=True):
+        for (part, host), arrival in zip(self._parts, self._arrivals, strict=True):
             arrival.wait_on_host()
             update(part)
-            params = buffers_of(part).params
-            part.main_in_chunks_to(params)
-            self._copies.start(part.model_params, params)
+            part.main_in_chunks_to(host.params)
+            self._copies.start(part.model_params, host.params)
         self._copies.finish()
-
-
-def buffers_of(part: PartState) -> HostBuffers:
-    """The buffers of a part on the host."""
-    assert part.host is not None, "the part is on the device"
-    return part.host
 
 
 def require_gpu(device_type: str) -> None:

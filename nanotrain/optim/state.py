@@ -1,17 +1,22 @@
-"""Parts of a shard: consecutive elements whose optimizer state is stored together. Pure.
+"""Optimizer state of a shard: its parts, planned and allocated, and what of it a checkpoint holds.
 
-    split_shard   the parts of what one rank updates of a bucket: its shard, or the part of it of its instance
-    clip_range    the elements of a param range inside an interval
-    ranges_to_save, range_boxes   what one of the ranks with the same shard writes to a checkpoint
-    state_bytes   bytes of main params, state and average of parts
+    split_shard    the parts of what one rank updates of a bucket: its shard, or the part of it of its instance. Pure
+    state_bytes    bytes of main params, state and average of parts. Pure
+    PartState      main params, state tensors and gradients of one part, read and written as fp32 ranges
+    BucketState    the parts of one bucket; offsets stay here, tensors leave as `(TensorBox, Tensor)`
 
-Parts cover the shard, gaps and padding included. Without a rule for matrices and without offload a shard is one part.
+A part is consecutive elements whose state is stored together. Parts cover the shard, gaps and padding included. Without
+a rule for matrices and without offload a shard is one part.
 
     shard                     |norm ..|query ..key ..value |norm ..|gate ..up ..down |ppp|     . gap  p padding
     with a rule for matrices  |  0    |        1           |   2   |         3           |
+    ranges of part 0          [weight decay|none]           consecutive params with the same hyperparameters, merged
+
+If everything is stored in fp32, the ranges are views, made once. Otherwise one chunk at a time is converted to fp32,
+updated and stored again.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -26,9 +31,11 @@ from nanotrain.optim.rule import ParamRange, UpdateRule
 from nanotrain.optim.stored import SCALE_BLOCK, StoredTensor, stored_bytes
 from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.data_parallel import DataParallel
-from nanotrain.parallel.dp.layout import ShardRange
+from nanotrain.parallel.dp.layout import FlatRange, clip_ranges
 from nanotrain.precision.policy import Precision
 from nanotrain.spec.boxes import TensorBox, flat_range_to_boxes
+
+CHUNK_NUMEL = 1024 * SCALE_BLOCK  # elements that are converted to fp32 at once: 8 MiB per tensor
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class ShardPart:
 
     start: int
     stop: int
-    ranges: tuple[ShardRange, ...]  # the params in it, in coordinates of the shard
+    ranges: tuple[FlatRange, ...]  # the params in it, in coordinates of the shard
     is_matrix: bool = False  # whether the rule for matrices updates it
     on_host: bool = False  # whether its main params and state are in host memory
 
@@ -55,14 +62,14 @@ class ShardPart:
 
 
 def split_shard(
-    ranges: Iterable[ShardRange], numel: int, *, rule: UpdateRule, host_fraction: float = 0.0
+    ranges: Iterable[FlatRange], numel: int, *, rule: UpdateRule, host_fraction: float = 0.0
 ) -> tuple[ShardPart, ...]:
     """The parts of a shard of `numel` elements with these param ranges, in order.
 
     State of the first `host_fraction` of the elements is in host memory; a part at the border is divided.
     """
 
-    def is_matrix(part: ShardRange) -> bool:
+    def is_matrix(part: FlatRange) -> bool:
         return rule.matrix is not None and part.param.spec.needs_whole_matrix
 
     kinds = [(kind, tuple(group)) for kind, group in groupby(ranges, key=is_matrix)]
@@ -80,23 +87,7 @@ def host_fraction(config: OptimConfig) -> float:
     return config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
 
 
-def clip_range(part: ShardRange, *, start: int, stop: int) -> ShardRange | None:
-    """The elements of a param range inside [start, stop) of the shard, or None."""
-    first, last = max(part.shard_start, start), min(part.elements.stop, stop)
-    if first >= last:
-        return None
-    return ShardRange(part.param, first, part.param_start + first - part.shard_start, last - first)
-
-
-def clip_ranges(parts: Iterable[ShardRange], *, start: int, stop: int) -> Iterator[ShardRange]:
-    """`clip_range` of several, without those outside."""
-    for part in parts:
-        clipped = clip_range(part, start=start, stop=stop)
-        if clipped is not None:
-            yield clipped
-
-
-def ranges_to_save(ranges: Iterable[ShardRange], replica: tuple[int, int]) -> list[ShardRange]:
+def ranges_to_save(ranges: Iterable[FlatRange], replica: tuple[int, int]) -> list[FlatRange]:
     """This rank's share of every range to save: ranks with equal shards save nearly equal parts of it.
 
     Args:
@@ -108,11 +99,11 @@ def ranges_to_save(ranges: Iterable[ShardRange], replica: tuple[int, int]) -> li
     for full in ranges:
         if full.param.is_first_replica:
             first, last = full.numel * index // size, full.numel * (index + 1) // size
-            parts.append(ShardRange(full.param, full.shard_start + first, full.param_start + first, last - first))
+            parts.append(FlatRange(full.param, full.start + first, full.param_start + first, last - first))
     return parts
 
 
-def range_boxes(name: str, part: ShardRange) -> Iterator[TensorBox]:
+def range_boxes(name: str, part: FlatRange) -> Iterator[TensorBox]:
     """A range as boxes of the global tensor `name`, in the order of its elements."""
     local = part.param
     for box in flat_range_to_boxes(local.box.shape, start=part.param_start, stop=part.param_start + part.numel):
@@ -121,17 +112,14 @@ def range_boxes(name: str, part: ShardRange) -> Iterator[TensorBox]:
 
 def state_bytes(parts: Iterable[ShardPart], rule: UpdateRule, *, config: OptimConfig, precision: Precision) -> int:
     """Bytes on the device of the state, of the average, and of main params that are separate from the model params."""
-    total = 0
-    for part in parts:
-        if part.on_host:
-            continue
-        names = part.state_names(rule, config)
-        total += sum(stored_bytes(part.numel, precision.state_dtype(name)) for name in names)
-        if config.ema_decay is not None:
-            total += stored_bytes(part.numel, torch.float32)
-        if precision.has_separate_main_params:
-            total += stored_bytes(part.numel, precision.main)
-    return total
+    others = [torch.float32] if config.ema_decay is not None else []
+    others += [precision.main] if precision.has_separate_main_params else []
+    return sum(
+        stored_bytes(part.numel, dtype)
+        for part in parts
+        if not part.on_host
+        for dtype in (*others, *map(precision.state_dtype, part.state_names(rule, config)))
+    )
 
 
 def _divide(part: ShardPart, *, border: int) -> Iterator[ShardPart]:
@@ -141,9 +129,6 @@ def _divide(part: ShardPart, *, border: int) -> Iterator[ShardPart]:
         if start < stop:
             ranges = tuple(clip_ranges(part.ranges, start=start, stop=stop))
             yield ShardPart(start, stop, ranges, is_matrix=part.is_matrix, on_host=on_host)
-
-
-CHUNK_NUMEL = 1024 * SCALE_BLOCK  # elements that are converted to fp32 at once: 8 MiB per tensor
 
 
 @dataclass(frozen=True)
@@ -210,22 +195,25 @@ class PartState:
         Args:
             factors: by parameter name, [rows].
         """
-        first, found = self.part.start, False
-        for start, stop in self.chunks():
-            ranges = clip_ranges(self.part.ranges, start=first + start, stop=first + stop)
-            chosen = [part for part in ranges if part.name in factors]
-            if chosen:
-                main, found = self.main.read(start, stop), True
-                for part in chosen:
-                    elements = main[part.shard_start - first - start :][: part.numel]
-                    elements.mul_(_element_factors(part, factors[part.name]).to(main.device))
-                self.main.write(main, start)
-        return found
+        scaled = [each for each in self.part.ranges if each.name in factors]
+        for start, stop in self.chunks() if scaled else ():
+            main, first = self.main.read(start, stop), self.part.start + start
+            for part in clip_ranges(scaled, start=first, stop=self.part.start + stop):
+                elements = main[part.start - first :][: part.numel]
+                elements.mul_(_element_factors(part, factors[part.name]).to(main.device))
+            self.main.write(main, start)
+        return bool(scaled)
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """Start and stop of the chunks of this part."""
         for start in range(0, self.part.numel, CHUNK_NUMEL):
             yield start, min(start + CHUNK_NUMEL, self.part.numel)
+
+    def update(self, rule: Callable[[list[ParamRange]], None]) -> None:
+        """Apply an elementwise rule to one chunk after another."""
+        for start, stop in self.chunks():
+            with self.loaded(start, stop) as ranges:
+                rule(ranges)
 
     @contextmanager
     def loaded(self, start: int, stop: int) -> Iterator[list[ParamRange]]:
@@ -237,42 +225,34 @@ class PartState:
             grad = grad.float()
             grad = grad if self.grad_factor is None else grad.mul_(self.grad_factor)
         ranges = []
-        for example, first, last in self._segments(start, stop):
-            elements = slice(first - start, last - start)
-            ranges.append(
-                ParamRange(
-                    main[elements],
-                    grad[elements],
-                    {name: values[elements] for name, values in state.items()},
-                    weight_decay=example is not None and example.param.spec.weight_decay,
-                    is_decoupled=example is not None and example.param.spec.is_embedding_or_output,
-                )
-            )
+        for (weight_decay, is_decoupled), first, last in self._segments(start, stop):
+            elements = slice(first, last)
+            state_of_range = {name: values[elements] for name, values in state.items()}
+            ranges.append(ParamRange(main[elements], grad[elements], state_of_range, weight_decay, is_decoupled))
         yield ranges
         self.main.write(main, start)
         for name, values in state.items():
             self.state[name].write(values, start)
 
-    def _segments(self, start: int, stop: int) -> Iterator[tuple[ShardRange | None, int, int]]:
-        """Split [start, stop) of the part by hyperparameters: a param range of each segment, its start and its stop."""
-
-        def key(param_range: ShardRange) -> tuple[bool, bool]:
-            spec = param_range.param.spec
-            return spec.weight_decay, spec.is_embedding_or_output
-
-        offset = self.part.start
-        inside = clip_ranges(self.part.ranges, start=offset + start, stop=offset + stop)
-        groups = [list(group) for _, group in groupby(inside, key=key)]
-        if not groups:
-            yield None, start, stop
-            return
-        for group in groups:
-            end = stop if group is groups[-1] else group[-1].elements.stop - offset
-            yield group[0], start, end
-            start = end
+    def _segments(self, start: int, stop: int) -> Iterator[tuple[tuple[bool, bool], int, int]]:
+        """Split [start, stop) of the part by weight decay and decoupled learning rate; elements count from `start`."""
+        first = self.part.start + start
+        inside = clip_ranges(self.part.ranges, start=first, stop=self.part.start + stop)
+        keys = [(key, [*group][-1].stop - first) for key, group in groupby(inside, key=_hyperparameters)]
+        keys = keys or [((False, False), 0)]
+        keys[-1] = (keys[-1][0], stop - start)
+        begin = 0
+        for key, end in keys:
+            yield key, begin, end
+            begin = end
 
 
-def _element_factors(part: ShardRange, of_rows: Tensor) -> Tensor:
+def _hyperparameters(param_range: FlatRange) -> tuple[bool, bool]:
+    spec = param_range.param.spec
+    return spec.weight_decay, spec.is_embedding_or_output
+
+
+def _element_factors(part: FlatRange, of_rows: Tensor) -> Tensor:
     """[numel of the range] from the factors of the rows of the global parameter."""
     box = part.param.box
     width = box.numel // box.shape[0]  # of a local row
@@ -304,7 +284,7 @@ class BucketState:
         return cls(bucket, (0, 1) if wrapper.groups.shards_across else (replicate.index, replicate.size), parts)
 
     @property
-    def ranges(self) -> tuple[ShardRange, ...]:
+    def ranges(self) -> tuple[FlatRange, ...]:
         """The param ranges."""
         return self.bucket.update_ranges
 
@@ -314,7 +294,7 @@ class BucketState:
         return self.bucket.grads.main
 
     @property
-    def ranges_to_save(self) -> list[ShardRange]:
+    def ranges_to_save(self) -> list[FlatRange]:
         """The param ranges that this rank saves; every element is saved by one rank."""
         return ranges_to_save(self.ranges, self.replica)
 
@@ -328,19 +308,19 @@ class BucketState:
         start, end = 0, self.bucket.layout.update_numel
         for part in self.ranges:
             if not part.param.is_first_replica:
-                if start < part.shard_start:
-                    yield self.grads[start : part.shard_start]
+                if start < part.start:
+                    yield self.grads[start : part.start]
                 start = part.elements.stop
         if start < end:
             yield self.grads[start:end]
 
-    def grad_tensors(self, ranges: Sequence[ShardRange]) -> Iterator[tuple[TensorBox, Tensor]]:
+    def grad_tensors(self, ranges: Sequence[FlatRange]) -> Iterator[tuple[TensorBox, Tensor]]:
         """Reduced gradients of these parameters, as views."""
         for part in ranges:
             yield from _boxes(part.name, part, flat=self.grads, first=0)
 
     def tensors(
-        self, ranges: Sequence[ShardRange], *, copies: list[tuple[StoredTensor, Tensor]], only: str | None = None
+        self, ranges: Sequence[FlatRange], *, copies: list[tuple[StoredTensor, Tensor]], only: str | None = None
     ) -> Iterator[tuple[TensorBox, Tensor]]:
         """Main params and state by their names in checkpoints.
 
@@ -363,9 +343,9 @@ class BucketState:
                     yield from _boxes(f"{prefix}/{part.name}", part, flat=flat, first=start)
 
 
-def _boxes(name: str, part: ShardRange, *, flat: Tensor, first: int) -> Iterator[tuple[TensorBox, Tensor]]:
+def _boxes(name: str, part: FlatRange, *, flat: Tensor, first: int) -> Iterator[tuple[TensorBox, Tensor]]:
     """A range as boxes of the global tensor, with their views of a flat tensor that begins at element `first`."""
-    begin = part.shard_start - first
+    begin = part.start - first
     for box in range_boxes(name, part):
         yield box, flat[begin : begin + box.box.numel].view(box.box.shape)
         begin += box.box.numel

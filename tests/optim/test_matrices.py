@@ -77,6 +77,6 @@ def test_pieces_are_the_param_ranges_of_the_shards(num_shards, bucket_size):
         begin = each.matrix.index * each.matrix.local_numel
         for piece in each.pieces:
             (part,) = [p for p in bucket.shard_ranges(piece.shard) if p.name == each.matrix.param.spec.name]
-            assert part.param_start - part.shard_start + piece.start == begin
-            assert part.shard_start <= piece.start and piece.start + piece.numel <= part.elements.stop
+            assert part.param_start - part.start + piece.start == begin
+            assert part.start <= piece.start and piece.start + piece.numel <= part.elements.stop
             begin += piece.numel

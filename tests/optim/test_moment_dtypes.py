@@ -19,7 +19,7 @@ from nanotrain.optim.elementwise import ADAM
 from nanotrain.optim.rule import UpdateStep
 from nanotrain.optim.state import PartState, ShardPart
 from nanotrain.optim.stored import SCALE_BLOCK, StoredTensor
-from nanotrain.parallel.dp.layout import ShardRange
+from nanotrain.parallel.dp.layout import FlatRange
 from nanotrain.precision.policy import Precision
 from nanotrain.spec.params import LocalParam, Normal, ParamSpec
 from tests.harness import ranks, run_ranks
@@ -55,7 +55,7 @@ def change_of_weights(main: torch.dtype, exp_avg: torch.dtype, exp_avg_sq: torch
     }
     stored["main"].write(start)
     state = PartState(
-        ShardPart(0, NUMEL, (ShardRange(LocalParam.unsharded(spec), 0, 0, NUMEL),)),
+        ShardPart(0, NUMEL, (FlatRange(LocalParam.unsharded(spec), 0, 0, NUMEL),)),
         main=stored.pop("main"),
         state=stored,
         grad=torch.zeros(NUMEL),

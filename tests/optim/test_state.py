@@ -1,4 +1,4 @@
-"""Parts of a shard cover it, and their planned bytes."""
+"""Parts of a shard, their planned bytes, ranges in fp32, and what a rank adds to the norm and saves."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from nanotrain.config.config import OptimConfig
 from nanotrain.config.load import load_config
 from nanotrain.optim.optimizers import OPTIMIZERS
-from nanotrain.optim.state import BucketState, PartState, ShardPart, clip_range, split_shard, state_bytes
+from nanotrain.optim.state import BucketState, PartState, ShardPart, split_shard, state_bytes
 from nanotrain.optim.stored import SCALE_BLOCK, StoredTensor
-from nanotrain.parallel.dp.layout import LayoutRules, ShardRange, plan_layout
+from nanotrain.parallel.dp.layout import FlatRange, LayoutRules, clip_ranges, plan_layout
 from nanotrain.precision.policy import Precision
 from nanotrain.spec.boxes import Box
 from nanotrain.spec.params import LocalParam, Normal, ParamSpec
@@ -37,7 +37,7 @@ def test_parts_cover_the_shard_in_order_and_hold_every_range_of_their_kind(num_s
             assert all(one.stop == other.start for one, other in zip(parts, parts[1:], strict=False))
             assert tuple(r for part in parts for r in part.ranges) == bucket.shard_ranges(shard)
             for part in parts:
-                assert all(part.start <= r.shard_start and r.elements.stop <= part.stop for r in part.ranges)
+                assert all(part.start <= r.start and r.elements.stop <= part.stop for r in part.ranges)
                 kinds = {rule.matrix is not None and r.param.spec.needs_whole_matrix for r in part.ranges}
                 assert kinds <= {part.is_matrix}
 
@@ -59,12 +59,11 @@ def test_a_fraction_of_every_shard_is_on_the_host(num_shards, fraction, name):
         assert sum(r.numel for part in parts for r in part.ranges) == sum(r.numel for r in ranges)
 
 
-def test_a_range_is_clipped():
+def test_ranges_are_clipped():
     (bucket, *_) = buckets(1)
-    part = bucket.shard_ranges(0)[1]
-    clipped = clip_range(part, start=part.shard_start + 3, stop=part.elements.stop - 2)
-    assert (clipped.param_start, clipped.numel) == (part.param_start + 3, part.numel - 5)
-    assert clip_range(part, start=0, stop=part.shard_start) is None
+    one, other, *_ = bucket.shard_ranges(0)
+    (clipped,) = clip_ranges([one, other], start=other.start + 3, stop=other.stop - 2)
+    assert (clipped.param, clipped.param_start, clipped.numel) == (other.param, other.param_start + 3, other.numel - 5)
 
 
 def test_bytes_by_rule_and_dtype():
@@ -91,7 +90,7 @@ def build(dtype: torch.dtype) -> PartState:
     spec = ParamSpec("a", (5000,), dtype="fp32", init=Normal(1.0), weight_decay=True)
     specs = (spec, replace(spec, is_embedding_or_output=True), replace(spec, weight_decay=False))
     starts = (FIRST + 10, FIRST + 2000, FIRST + 4000)
-    ranges = [ShardRange(LocalParam.unsharded(s), at, 0, 1500) for s, at in zip(specs, starts, strict=True)]
+    ranges = [FlatRange(LocalParam.unsharded(s), at, 0, 1500) for s, at in zip(specs, starts, strict=True)]
     values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
     tensors = [StoredTensor.zeros(NUMEL, dtype, device=CPU) for _ in range(2)]
     for tensor in tensors:
@@ -144,7 +143,7 @@ def test_rows_are_scaled_in_every_chunk(dtype, monkeypatch):
     spec = replace(state.part.ranges[1].param.spec, name="b", shape=(40, 50))
     # local rows 5 to 34 of 40, of which elements 7 to 1506 are here
     local = LocalParam(spec, Box((5, 0), (35, 50)))
-    state.part = replace(state.part, ranges=(state.part.ranges[0], ShardRange(local, FIRST + 2000, 7, 1493)))
+    state.part = replace(state.part, ranges=(state.part.ranges[0], FlatRange(local, FIRST + 2000, 7, 1493)))
     expected, rows = state.main.read().clone(), 2.0 ** -torch.arange(40)
     expected[2000:3493] *= rows[5:35].repeat_interleave(50)[7:]
     assert state.scale_rows({"b": rows}) and not state.scale_rows({"c": rows})

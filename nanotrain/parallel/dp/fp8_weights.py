@@ -80,7 +80,7 @@ class _Weight:
             start, stop = found.param_start, found.param_start + found.numel
             for expert in range(start // (rows * columns), -(-stop // (rows * columns))):
                 first, last = max(start, expert * rows * columns), min(stop, (expert + 1) * rows * columns)
-                elements = slice(found.shard_start + first - start, found.shard_start + last - start)
+                elements = slice(found.start + first - start, found.start + last - start)
                 yield WeightPart(expert, first - expert * rows * columns, columns, elements, self.block)
 
 

@@ -21,8 +21,8 @@ Source: Megatron-LM core 0.20, `param_and_grad_buffer.py`; checked against its w
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from nanotrain.spec.params import LocalParam
 
@@ -60,37 +60,40 @@ class LayoutRules:
 
 
 @dataclass(frozen=True)
-class BucketParam:
-    """A parameter and its range in the buffer, elements [start, stop)."""
+class FlatRange:
+    """Consecutive elements of a local parameter in a flat tensor: the buffer, a bucket or a shard."""
 
     param: LocalParam
-    start: int
-    stop: int
-
-    @property
-    def name(self) -> str:
-        """Global name of the parameter."""
-        return self.param.spec.name
-
-
-@dataclass(frozen=True)
-class ShardRange:
-    """The part of one parameter inside one rank's shard of a bucket."""
-
-    param: LocalParam  # the parameter
-    shard_start: int  # first element in the shard
+    start: int  # first element in the flat tensor
     param_start: int  # first element in the local parameter
     numel: int  # number of elements
 
     @property
+    def stop(self) -> int:
+        """Element of the flat tensor after the last one."""
+        return self.start + self.numel
+
+    @property
+    def elements(self) -> slice:
+        """The elements of the flat tensor."""
+        return slice(self.start, self.stop)
+
+    @property
     def name(self) -> str:
         """Global name of the parameter."""
         return self.param.spec.name
 
-    @property
-    def elements(self) -> slice:
-        """The elements of the shard."""
-        return slice(self.shard_start, self.shard_start + self.numel)
+    def moved(self, offset: int) -> "FlatRange":
+        """The same elements in a flat tensor that begins `-offset` elements later."""
+        return replace(self, start=self.start + offset)
+
+
+def clip_ranges(ranges: Iterable[FlatRange], *, start: int, stop: int) -> Iterator[FlatRange]:
+    """The parts of ranges inside elements [start, stop) of their flat tensor, without empty ones."""
+    for each in ranges:
+        first, last = max(each.start, start), min(each.stop, stop)
+        if first < last:
+            yield FlatRange(each.param, first, each.param_start + first - each.start, last - first)
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class BucketLayout:
 
     start: int
     stop: int
-    params: tuple[BucketParam, ...]
+    params: tuple[FlatRange, ...]
     num_shards: int
     num_outer_shards: int = 1
 
@@ -133,24 +136,18 @@ class BucketLayout:
         """Elements that one rank's optimizer updates: a shard, or the part of it that is this instance's."""
         return self.shard_numel // self.num_outer_shards
 
-    def shard_ranges(self, shard_index: int) -> tuple[ShardRange, ...]:
+    def shard_ranges(self, shard_index: int) -> tuple[FlatRange, ...]:
         """The param ranges in one rank's shard, in buffer order."""
         return self._ranges(self.start + shard_index * self.shard_numel, self.shard_numel)
 
-    def update_ranges(self, shard_index: int, *, outer_index: int) -> tuple[ShardRange, ...]:
-        """The param ranges that one rank's optimizer updates; `shard_start` counts from the first such element."""
+    def update_ranges(self, shard_index: int, *, outer_index: int) -> tuple[FlatRange, ...]:
+        """The param ranges that one rank's optimizer updates; starts count from the first such element."""
         first = self.start + shard_index * self.shard_numel + outer_index * self.update_numel
         return self._ranges(first, self.update_numel)
 
-    def _ranges(self, first: int, numel: int) -> tuple[ShardRange, ...]:
+    def _ranges(self, first: int, numel: int) -> tuple[FlatRange, ...]:
         """The param ranges in elements [first, first + numel) of the buffer."""
-        last = first + numel
-        ranges = []
-        for entry in self.params:
-            start, stop = max(entry.start, first), min(entry.stop, last)
-            if start < stop:
-                ranges.append(ShardRange(entry.param, start - first, start - entry.start, stop - start))
-        return tuple(ranges)
+        return tuple(each.moved(-first) for each in clip_ranges(self.params, start=first, stop=first + numel))
 
 
 @dataclass(frozen=True)
@@ -229,7 +226,7 @@ def plan_layout(params: Sequence[LocalParam], rules: LayoutRules) -> BufferLayou
         rules: number of shards, bucket size, paddings, unit borders.
     """
     buckets: list[BucketLayout] = []
-    open_params: list[BucketParam] = []
+    open_params: list[FlatRange] = []
     bucket_start = 0
 
     def close_bucket() -> int:
@@ -242,7 +239,7 @@ def plan_layout(params: Sequence[LocalParam], rules: LayoutRules) -> BufferLayou
         if open_params and (param.spec.is_shared or _enters_unit(param, open_params[-1].param, rules=rules)):
             bucket_start = close_bucket()
         start = _round_up(open_params[-1].stop, PARAM_ALIGNMENT) if open_params else bucket_start
-        open_params.append(BucketParam(param, start, start + param.box.numel))
+        open_params.append(FlatRange(param, start, 0, param.box.numel))
         if param.spec.is_shared or open_params[-1].stop - bucket_start >= rules.closing_size:
             bucket_start = close_bucket()
     if open_params:

@@ -125,7 +125,7 @@ def test_shard_ranges_are_the_param_ranges_in_a_shard():
     # Given the worked example, of which each rank owns half of each bucket: 192 and 128 elements,
     first, second = plan_layout(params((100,), (50,), (300,)), LayoutRules(num_shards=2, bucket_size=128)).buckets
     found = [
-        [(part.name, part.shard_start, part.param_start, part.numel) for part in bucket.shard_ranges(rank)]
+        [(part.name, part.start, part.param_start, part.numel) for part in bucket.shard_ranges(rank)]
         for bucket in (first, second)
         for rank in (0, 1)
     ]
@@ -185,7 +185,7 @@ def test_the_shard_ranges_of_all_ranks_tile_every_parameter_exactly_once(shapes,
     for bucket in plan_layout(given_params, rules).buckets:
         for rank in range(rules.num_shards):
             for part in bucket.shard_ranges(rank):
-                assert part.shard_start >= 0 and part.shard_start + part.numel <= bucket.shard_numel
+                assert part.start >= 0 and part.start + part.numel <= bucket.shard_numel
                 covered[part.name].append((part.param_start, part.param_start + part.numel))
     for param in given_params:
         stop = 0
@@ -205,9 +205,9 @@ def test_every_element_is_updated_by_one_rank_of_each_instance(shapes, d, instan
     for instance, rank, bucket in product(range(instances), range(d), layout.buckets):
         stop = 0
         for part in bucket.update_ranges(rank, outer_index=instance % num_outer):
-            assert stop <= part.shard_start and part.shard_start + part.numel <= bucket.update_numel
+            assert stop <= part.start and part.start + part.numel <= bucket.update_numel
             counts[part.name][instance, part.param_start : part.param_start + part.numel] += 1
-            stop = part.shard_start + part.numel
+            stop = part.start + part.numel
     for count in counts.values():
         assert (count.sum(0) == 1).all() if is_outer_sharded else (count == 1).all()
 
