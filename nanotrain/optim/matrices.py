@@ -15,6 +15,7 @@ A matrix is divided over a grid of ranks (replicate, shard, tensor):
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -142,15 +143,12 @@ def assign(flops: Sequence[int], sizes: Coordinate) -> list[Coordinate]:
 
 def balance(flops: Sequence[int], owners: Sequence[Coordinate], *, sizes: Coordinate) -> Balance:
     """The balance of an assignment."""
-    num_ranks = sizes.replicate * sizes.shard * sizes.tensor
-    counts: dict[Coordinate, int] = {}
-    work: dict[Coordinate, int] = {}
+    num_ranks, counts = sizes.replicate * sizes.shard * sizes.tensor, Counter(owners)
+    work: Counter[Coordinate] = Counter()
     for owner, cost in zip(owners, flops, strict=True):
-        counts[owner] = counts.get(owner, 0) + 1
-        work[owner] = work.get(owner, 0) + cost
+        work[owner] += cost
     fewest = min(counts.values()) if len(counts) == num_ranks else 0
-    mean = sum(flops) / num_ranks
-    return Balance(len(flops), num_ranks, fewest, max(counts.values()), max(work.values()) / mean)
+    return Balance(len(flops), num_ranks, fewest, max(counts.values()), max(work.values()) / (sum(flops) / num_ranks))
 
 
 def list_matrices(layouts: Iterable[BufferLayout], *, splits_tensors: bool) -> list[tuple[Matrix, int, FlatRange]]:

@@ -3,10 +3,24 @@
 directions    elementwise, on this rank's shards: state is updated, the direction goes into a buffer of the bucket
 transform     at the owner of each matrix (`WholeMatrices`); the pieces replace the directions
 main params   main = main * (1 - lr * weight_decay) - lr * scale * piece
+
+Gathering matrices at their owners and returning the pieces:
+
+    rank (r, s, t) of the grid (replicate, shard, tensor)           owner (r*, s*, t*)
+
+    gather    over shard, where r = r*     flat pieces      -> local matrix at (r*, s*, t)
+    join      over tensor, where s = s*    rows or columns  -> full matrix at (r*, s*, t*)
+              transform
+    split     over tensor                  full matrix      -> local matrix at (r*, s*, t)
+    scatter   over shard                   local matrix     -> flat pieces at (r*, s, t)
+    spread    over replicate               pieces           -> the same pieces at every r
+
+Each step is one all-to-all for all matrices, in the same order on every rank; a group of one rank sends nothing. Every
+matrix is transformed once in the grid, so replicas receive equal bits.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -190,27 +204,15 @@ class WholeMatrices:
         return local[self._placed[number].elements_of(shard)]
 
 
-@dataclass(frozen=True)
-class _Directions:
-    """Directions, later transformed, of the matrix parts of one bucket shard."""
-
-    values: Tensor
-    first: int  # element of the shard that `values` begins at
-
-    def of(self, piece: Piece) -> Tensor:
-        """The elements of one piece."""
-        return self.values[piece.start - self.first : piece.start - self.first + piece.numel]
-
-
 class MatrixUpdate:
     """The matrices of the buffers that are sharded over the same ranks.
 
     Args:
-        layouts: of these buffers.
+        layouts: layouts of these buffers.
         buckets: this rank's matrix parts of every bucket of the layouts, in order.
         rule: the rule for matrices.
-        config: its options.
-        groups: of the grid.
+        config: options of the rule.
+        groups: groups of the grid.
     """
 
     def __init__(
@@ -223,15 +225,14 @@ class MatrixUpdate:
         groups: GridGroups,
     ) -> None:
         self._rule, self._config, self._buckets = rule, config, buckets
+        self._first = [parts[0].part.start if parts else 0 for parts in buckets]  # element of the shard
         self._placed, self.balance = plan_matrices(layouts, rule, config=config, groups=groups)
         self._whole = WholeMatrices(self._placed, groups)
-        self._pieces: dict[int, list[tuple[Piece, Placed]]] = defaultdict(list)  # this rank's, by bucket
-        self._piece_of: dict[int, Piece] = {}
-        for number, placed in enumerate(self._placed):
-            piece = placed.piece_of(groups.shard.index)
-            if piece is not None:
-                self._pieces[placed.bucket].append((piece, placed))
-                self._piece_of[number] = piece
+        pieces = ((number, placed.piece_of(groups.shard.index)) for number, placed in enumerate(self._placed))
+        self._pieces = {number: piece for number, piece in pieces if piece is not None}  # this rank's
+        self._in_bucket: dict[int, list[tuple[Piece, Placed]]] = defaultdict(list)
+        for number, piece in self._pieces.items():
+            self._in_bucket[self._placed[number].bucket].append((piece, self._placed[number]))
 
     def run(self, step: UpdateStep, *, device: torch.device) -> None:
         """Update the state and the main params of all parts."""
@@ -239,30 +240,27 @@ class MatrixUpdate:
         directions = [self._direct(parts, like=like, step=step) for parts in self._buckets]
 
         def piece(number: int) -> Tensor:
-            return directions[self._placed[number].bucket].of(self._piece_of[number])
+            bucket, mine = self._placed[number].bucket, self._pieces[number]
+            return directions[bucket][mine.start - self._first[bucket] :][: mine.numel]
 
         results = self._whole.run(piece, like=like, transform=lambda full, _: self._rule.transform(full, self._config))
         for number, values in results:
             piece(number).copy_(values)
         for bucket, parts in enumerate(self._buckets):
             for part in parts:
-                self._apply(part, directions[bucket], pieces=self._pieces[bucket], step=step)
+                self._apply(part, directions[bucket], bucket=bucket, step=step)
 
-    def _direct(self, parts: Sequence[PartState], *, like: Tensor, step: UpdateStep) -> _Directions:
-        """Update the state of the matrix parts of a bucket and return their directions."""
-        if not parts:
-            return _Directions(like, 0)
-        first, last = parts[0].part.start, parts[-1].part.stop
-        directions = _Directions(like.new_empty(last - first), first)
+    def _direct(self, parts: Sequence[PartState], *, like: Tensor, step: UpdateStep) -> Tensor:
+        """Update the state of the matrix parts of a bucket; returns [from the first to the last of them] directions."""
+        directions = like.new_empty(parts[-1].part.stop - parts[0].part.start if parts else 0)
         for part in parts:
+            rest = directions[part.part.start - parts[0].part.start :]
             for start, stop in part.chunks():
-                begin = part.part.start - first + start
                 with part.loaded(start, stop) as ranges:
                     for each in ranges:
                         self._neutralize(each, step)
-                        end = begin + each.grad.numel()
-                        directions.values[begin:end].copy_(self._rule.direction(each, self._config))
-                        begin = end
+                        rest[: each.grad.numel()].copy_(self._rule.direction(each, self._config))
+                        rest = rest[each.grad.numel() :]
         return directions
 
     def _neutralize(self, part: ParamRange, step: UpdateStep) -> None:
@@ -271,21 +269,21 @@ class MatrixUpdate:
         neutral = torch.zeros((), device=part.grad.device) if name is None else part.state[name]
         torch.where(skipped, neutral, part.grad, out=part.grad)
 
-    def _apply(
-        self, part: PartState, directions: _Directions, *, pieces: Sequence[tuple[Piece, Placed]], step: UpdateStep
-    ) -> None:
-        """Update the main params of a part from transformed directions."""
-        applied = 1.0 - step.found_inf.double()
+    def _apply(self, part: PartState, directions: Tensor, *, bucket: int, step: UpdateStep) -> None:
+        """Update the main params of a part from the transformed directions of its bucket."""
+        applied, offset = 1.0 - step.found_inf.double(), self._first[bucket]
         for start, stop in part.chunks():
-            main = part.main.read(start, stop)
-            for piece, placed in _inside(pieces, start=part.part.start + start, stop=part.part.start + stop):
-                begin = piece.start - part.part.start - start
-                elements = main[begin : begin + piece.numel]
+            main, first, last = part.main.read(start, stop), part.part.start + start, part.part.start + stop
+            for piece, placed in self._in_bucket[bucket]:
+                begin, end = max(piece.start, first), min(piece.start + piece.numel, last)
+                if begin >= end:
+                    continue
+                elements, direction = main[begin - first : end - first], directions[begin - offset : end - offset]
                 if placed.matrix.param.spec.weight_decay:
                     elements.mul_((1 - step.lr * step.weight_decay * applied).to(main.device))
                 scale = self._rule.scale(placed.matrix.shape, self._config)
                 # A skipped step adds zeros.
-                elements.add_((directions.of(piece) * applied).to(main.device), alpha=-step.lr * scale)
+                elements.add_((direction * applied).to(main.device), alpha=-step.lr * scale)
             part.main.write(main, start)
 
 
@@ -327,14 +325,6 @@ def grid_groups(
     all_shards = groups["expert_dp" if shard.name.startswith("expert") else "dp_cp"]
     assert all_shards.index == replicate.index * shard.size + shard.index, "pieces would reach the wrong rank"
     return GridGroups(Group.single_rank(replicate.name, replicate.rank), all_shards, tensor)
-
-
-def _inside(pieces: Sequence[tuple[Piece, Placed]], *, start: int, stop: int) -> Iterator[tuple[Piece, Placed]]:
-    """The pieces inside [start, stop) of the shard, clipped."""
-    for piece, placed in pieces:
-        first, last = max(piece.start, start), min(piece.start + piece.numel, stop)
-        if first < last:
-            yield Piece(piece.shard, first, last - first), placed
 
 
 def _pieces(placed: Iterable[tuple[int, Placed]], shard: int) -> tuple[MatrixSlice, ...]:
