@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from nanotrain.errors import EnvironmentFault, ScheduleError
 from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape
 from nanotrain.parallel.pp.schedules import SCHEDULES
-from nanotrain.parallel.pp.simulate import UNIT_COSTS, Costs, Timeline, simulate
+from nanotrain.parallel.pp.simulate import Timeline, simulate
 from nanotrain.quantities import count_of
 
 if TYPE_CHECKING:
@@ -102,16 +102,14 @@ def labels(timeline: Timeline) -> dict[Action, str]:
     return {action: f"{action.kind.value}{action.microbatch}{letters[action]}" for action in actions}
 
 
-def describe(timeline: Timeline, *, costs: Costs = UNIT_COSTS) -> str:
-    """Duration, bubble and memory of a timeline."""
+def describe(timeline: Timeline) -> str:
+    """Duration, bubble and memory of a timeline of `UNIT_COSTS`."""
     bubble = Fraction(timeline.bubble_fraction).limit_denominator(10**6)
-    is_split = timeline.peak_until_wgrad != timeline.peak_in_flight
     in_flight, until_wgrad = (" ".join(map(str, n)) for n in (timeline.peak_in_flight, timeline.peak_until_wgrad))
-    forward, backward = f"forward {costs.forward:g}", f"backward {costs.backward:g}"
-    if is_split:
-        backward += f" ({costs.backward - costs.weight:g} for I and {costs.weight:g} for W)"
+    is_split = in_flight != until_wgrad
+    costs = "forward 1, backward 2" + (" (1 for I and 1 for W)" if is_split else "")
     lines = [
-        f"duration   {timeline.duration:g}   ({forward}, {backward})",
+        f"duration   {timeline.duration:g}   ({costs})",
         f"bubble     {bubble}" + (f" = {float(bubble):.1%}" if bubble else "") + " of the time of all ranks",
         f"in flight  {in_flight}   peak microbatches between F and {'I' if is_split else 'B'}, per rank",
     ]

@@ -8,7 +8,9 @@ Every rank runs its actions in order, each as soon as its dependencies are compl
 A deadlock and a missing or repeated action are errors here; at run time they would be a hang or a wrong gradient.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from nanotrain.errors import ScheduleError
@@ -66,12 +68,12 @@ class Timeline:
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
         """For each rank the maximum of (stage, microbatch) pairs between F and B or I: all activations are kept."""
-        return tuple(_peak(spans, [span.action.kind.has_dgrad for span in spans]) for spans in self.spans)
+        return tuple(_peak(spans, lambda kind: kind.has_dgrad) for spans in self.spans)
 
     @property
     def peak_until_wgrad(self) -> tuple[int, ...]:
         """For each rank the maximum of (stage, microbatch) pairs between F and B or W: inputs of wgrad are kept."""
-        return tuple(_peak(spans, [span.action.kind.has_wgrad for span in spans]) for spans in self.spans)
+        return tuple(_peak(spans, lambda kind: kind.has_wgrad) for spans in self.spans)
 
 
 def simulate(schedule: Schedule, *, costs: Costs = UNIT_COSTS) -> Timeline:
@@ -90,13 +92,13 @@ def simulate(schedule: Schedule, *, costs: Costs = UNIT_COSTS) -> Timeline:
     spans: list[list[Span]] = [[] for _ in schedule.actions]
     ends: dict[Action, float] = {}
 
-    ranks, get_end, cost_of = schedule.rank_of_stage, ends.get, {kind: costs.of(kind) for kind in ActionKind}
+    ranks, cost_of = schedule.rank_of_stage, {kind: costs.of(kind) for kind in ActionKind}
 
     def ready_at(action: Action, rank: int) -> float | None:
         """When all inputs of an action are on its rank; None while a dependency has not run."""
         ready = 0.0
         for other in schedule.dependencies_of(action):
-            if (end := get_end(other)) is None:
+            if (end := ends.get(other)) is None:
                 return None
             ready = max(ready, end + (costs.transfer if ranks[other.stage] != rank else 0))
         return ready
@@ -118,12 +120,9 @@ def simulate(schedule: Schedule, *, costs: Costs = UNIT_COSTS) -> Timeline:
     return Timeline(tuple(map(tuple, spans)))
 
 
-def _peak(spans: tuple[Span, ...], is_end: list[bool]) -> int:
-    alive = peak = 0
-    for span, ends in zip(spans, is_end, strict=True):
-        alive += (span.action.kind is ActionKind.forward) - ends
-        peak = max(peak, alive)
-    return peak
+def _peak(spans: Iterable[Span], is_end: Callable[[ActionKind], bool]) -> int:
+    changes = ((span.action.kind is ActionKind.forward) - is_end(span.action.kind) for span in spans)
+    return max(accumulate(changes), default=0)
 
 
 def _check_ranks(schedule: Schedule) -> None:
@@ -141,12 +140,11 @@ def _check_complete(schedule: Schedule) -> None:
     kinds: dict[tuple[int, int], str] = {}
     for kind, stage, microbatch in schedule:
         kinds[stage, microbatch] = kinds.get((stage, microbatch), "") + kind.value
-    has_backward = any(letters.strip("F") for letters in kinds.values())
-    complete = {"FB", "FIW"} if has_backward else {"F"}
+    complete = {"BF", "FIW"} if any(kind is not ActionKind.forward for kind, _, _ in schedule) else {"F"}
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
             letters = kinds.get((stage, microbatch), "")
-            if letters in complete or "".join(sorted(letters)) in {"".join(sorted(each)) for each in complete}:
+            if "".join(sorted(letters)) in complete:
                 continue
             f, b, i, w = (letters.count(kind.value) for kind in ActionKind)
             raise ScheduleError(
