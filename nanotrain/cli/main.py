@@ -1,7 +1,7 @@
 """`nanotrain COMMAND ...`: one function per command, which parses its arguments and calls another package.
 
     train | prepare | parity | topology | evaluate | generate | report | watch | runs | compare | timeline | config
-    sweep (sweep.py), checkpoint COMMAND (checkpoint.py), completion (completion.py)
+    completion | sweep (sweep.py), checkpoint COMMAND (checkpoint.py)
 
 Packages are imported inside the commands, so that `--help` does not load torch.
 """
@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from nanotrain.cli.checkpoint import CHECKPOINT_COMMANDS
-from nanotrain.cli.completion import completion_script
 from nanotrain.cli.evaluate import evaluate as evaluate_command
 from nanotrain.cli.generate import generate as generate_command
 from nanotrain.cli.launch import check_names, launch, split_arguments
@@ -30,6 +29,7 @@ from nanotrain.cli.parser import (
     world_size,
 )
 from nanotrain.cli.sweep import sweep
+from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS
 from nanotrain.config.derive import data_parallel_size
 from nanotrain.config.flags import parse
 from nanotrain.config.help import CONFIG_USAGE
@@ -40,6 +40,26 @@ from nanotrain.errors import EXIT_CODE, INTERRUPTED, ConfigError, NanotrainError
 from nanotrain.system.process import require_folders, run_program
 
 CONFIG_FLAGS = "any configuration flag may follow, for example --tensor-model-parallel-size 2"
+
+# bash divides words at `=`, so in `+config=ti` the current word is `ti`.
+COMPLETION = """_nanotrain() {{
+  local current=${{COMP_WORDS[COMP_CWORD]}} command=${{COMP_WORDS[1]}} words=
+  local line=${{COMP_LINE:0:COMP_POINT}}
+  if [[ $line =~ config=[^\\ ]*$ ]]; then
+    current=${{line##*config=}}; words="{recipes}"
+  elif ((COMP_CWORD == 1)); then
+    words="{commands} --help --version"
+  elif [[ $command == checkpoint ]] && ((COMP_CWORD == 2)); then
+    words="{checkpoint}"
+  elif [[ $current == -* && $command =~ ^(train|sweep|parity|topology|evaluate|config)$ ]]; then
+    words="{flags}"
+  elif [[ $current == +* ]]; then
+    words="+config="; compopt -o nospace 2> /dev/null
+  fi
+  COMPREPLY=($(compgen -W "$words" -- "$current"))
+}}
+complete -o default -o bashdefault -F _nanotrain nanotrain"""
+ZSH = "autoload -U +X compinit bashcompinit && compinit && bashcompinit"
 
 
 def train(argv: Sequence[str]) -> int:
@@ -244,7 +264,18 @@ def completion(argv: Sequence[str]) -> int:
     """Print the completion script of bash or zsh: source <(nanotrain completion bash)."""
     parser = CommandParser("completion", completion)
     parser.add_argument("shell", choices=("bash", "zsh"), help="the shell that reads the script")
-    print(completion_script(parser.parse_args(argv).shell, commands=COMMANDS))
+    shell = parser.parse_args(argv).shell
+    from nanotrain.config.compose import config_dir, names_in  # Hydra takes 0.2 s
+
+    if shell == "zsh":
+        print(ZSH)
+    script = COMPLETION.format(
+        recipes=" ".join(names_in("config", [config_dir()])),
+        commands=" ".join(COMMANDS),
+        checkpoint=" ".join(CHECKPOINT_COMMANDS),
+        flags=" ".join(sorted({*FLAGS, *NEGATIONS, *ALIASES, "--nproc-per-node"})),
+    )
+    print(script)
     return 0
 
 

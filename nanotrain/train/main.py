@@ -30,8 +30,7 @@ from nanotrain.log import get_logger, start_logging
 from nanotrain.runs.folder import RunFolder
 from nanotrain.runs.lock import lock_run
 from nanotrain.system.host import core_limit, usable_cores
-from nanotrain.system.output import outlive_output
-from nanotrain.system.process import importing_torch
+from nanotrain.system.process import importing_torch, outlive_output
 
 if TYPE_CHECKING:
     from nanotrain.report.history import RunHistory

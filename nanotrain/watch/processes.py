@@ -65,21 +65,11 @@ def share_heartbeats(heartbeat: Heartbeat, control: Group) -> tuple[list[RankPro
 
 
 def state_of(process: RankProcess) -> str:
-    """The state of a local process: R running, S waiting, D waiting for a disk, T stopped; "" if it ended.
-
-    Where /proc is missing, S for every process that exists.
-    """
-    try:
-        os.kill(process.pid, 0)
-    except ProcessLookupError:
-        return ""
-    except PermissionError:
-        pass
+    """The state of a local process: R running, S waiting, D waiting for a disk, T stopped; "" if it ended."""
     fields = _stat(process.pid)
-    if not fields:
-        return "" if Path("/proc/self/stat").exists() else "S"
-    is_same = process.started in (0, int(fields[19]))
-    return "" if not is_same or fields[0] in "ZX" else fields[0].upper()
+    if not fields or process.started not in (0, int(fields[19])) or fields[0] in "ZX":
+        return ""
+    return fields[0].upper()
 
 
 def start_time(pid: int) -> int:

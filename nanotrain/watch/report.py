@@ -2,17 +2,29 @@
 
 A rank that waits for a collective waits for the ranks of the group that have not started it; a rank that waits for a
 message waits for its sender. Ranks that others wait for, and that wait for none themselves, are behind.
+
+The heartbeats have what the hosts queued. torch's flight recorders, where they can be read, also have what the devices
+began: `unmatched_collectives` compares them.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 
+from nanotrain.comm.flight_recorder import RecordedCollective
 from nanotrain.comm.heartbeat import Beat
 from nanotrain.topology.groups import GroupName, Ranks
 from nanotrain.topology.topology import Topology
 
 LOST, UNKNOWN = "lost", "no reply"
 STATES = {"T": "stopped", "R": "running", "S": "sleeping", "D": "waiting for a disk", "": LOST, "?": UNKNOWN}
+CAUSES = {  # by state, the likeliest first
+    "": "ended without an error message: it was killed, or its machine ran out of memory",
+    "T": "is stopped (SIGSTOP, a debugger, or a suspended container)",
+    "?": "did not reply: its machine, its network or the shared file system is gone",
+}
+COLUMNS = ("rank", "coordinates", "host", "pid", "state", "step", "phase", "action", "waits for", "last collectives")
 MAX_ROWS = 64  # ranks that the table lists; those that are behind come first
 
 
@@ -31,6 +43,25 @@ class RankView:
         coords = topology.coords_text(self.rank)
         return f"rank {self.rank} ({f'{coords}, ' if coords else ''}host {self.host}, pid {self.pid})"
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the run ended on this rank."""
+        return self.beat is not None and self.beat.phase in ("finished", "failed")
+
+    @property
+    def position(self) -> str:
+        """Step, phase and action of the rank, and what it waited for."""
+        if (beat := self.beat) is None:
+            return "its place is unknown"
+        action = f", action {beat.action}" if beat.action else ""
+        waiting = f", waiting for {beat.waiting.op} of group {beat.waiting.group}" if beat.waiting else ""
+        return f"it was in step {beat.step}, phase {beat.phase}{action}{waiting}"
+
+    def sequence(self, group: str) -> int:
+        """Number of the last collective that the rank started over a group."""
+        collective = self.beat.collectives.get(group) if self.beat else None
+        return collective.sequence if collective else 0
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -45,48 +76,36 @@ def diagnose(views: Mapping[int, RankView], topology: Topology) -> Diagnosis:
     """Find the ranks that the others wait for.
 
     Args:
-        views: of all ranks.
-        topology: of the run.
+        views: views of all ranks.
+        topology: topology of the run.
     """
     details = tuple(_differences(views, topology))
-    for states, text in (
-        (("",), "ended without an error message: it was killed, or its machine ran out of memory"),
-        (
-            ("T",),
-            "is stopped (SIGSTOP, a debugger, or a suspended container)",
-        ),
-    ):
-        found = [view for view in views.values() if view.state in states and not _is_done(view)]
-        if found:
-            return _name(found, text, topology=topology, details=details)
-    silent = [view for view in views.values() if view.state == "?"]
-    if silent:
-        text = "did not reply: its machine, its network or the shared file system is gone"
-        return _name(silent, text, topology=topology, details=details)
+
+    def name(ranks: Sequence[int], texts: Sequence[str]) -> Diagnosis:
+        pairs = zip(ranks, texts, strict=True)
+        lines = [f"{views[rank].describe(topology)} {text}; {views[rank].position}" for rank, text in pairs]
+        return Diagnosis(tuple(ranks), "\n".join(lines), details)
+
+    for state, text in CAUSES.items():
+        if found := [rank for rank, view in views.items() if view.state == state and not view.is_done]:
+            return name(found, [text] * len(found))
     waits = {rank: _waits_for(view, views, topology=topology) for rank, view in views.items()}
-    behind = sorted({peer for peers in waits.values() for peer in peers if not waits[peer]})
-    if behind:
-        texts = []
-        for rank in behind:
-            waiting = [other for other, peers in waits.items() if rank in peers]
-            texts.append(
-                f"{views[rank].describe(topology)} is behind: {_waited(waiting, views)}; {_place(views[rank])}"
-            )
-        return Diagnosis(tuple(behind), "\n".join(texts), details)
-    if any(waits.values()):
-        blocked = sorted(rank for rank, peers in waits.items() if peers)
+    if behind := sorted({peer for peers in waits.values() for peer in peers if not waits[peer]}):
+        waiting = [[other for other, peers in waits.items() if rank in peers] for rank in behind]
+        return name(behind, [f"is behind: {_waited(ranks, views)}" for ranks in waiting])
+    if blocked := sorted(rank for rank, peers in waits.items() if peers):
         text = f"ranks {ranks_text(blocked)} wait for each other: they started their collectives in different orders"
         return Diagnosis(tuple(blocked), text, details)
     # A host that blocks where it queues an operation, as with a full queue of a GPU, records nothing that it waits for.
     fewer = {rank: _started_fewer(view, views, topology=topology) for rank, view in views.items()}
-    behind = sorted({peer for peers in fewer.values() for peer in peers if not fewer[peer]})
-    if behind:
+    if behind := sorted({peer for peers in fewer.values() for peer in peers if not fewer[peer]}):
         text = f"started fewer collectives than {named_ranks([rank for rank in fewer if fewer[rank]])}"
-        return _name([views[rank] for rank in behind], text, topology=topology, details=details)
+        return name(behind, [text] * len(behind))
     if details:
         return Diagnosis((), "the ranks of a group started different collectives", details)
-    idle = [f"{view.describe(topology)}: {_place(view)}" for view in views.values() if not _is_waiting(view)]
-    text = "no rank waits for another one; look at the stacks:\n" + "\n".join(idle[:MAX_ROWS])
+    idle = [view for view in views.values() if view.beat is None or view.beat.waiting is None]
+    lines = [f"{view.describe(topology)}: {view.position}" for view in idle[:MAX_ROWS]]
+    text = "\n".join(["no rank waits for another one; look at the stacks:", *lines])
     return Diagnosis((), text if idle else "all ranks wait for a collective that all of them started", details)
 
 
@@ -101,53 +120,34 @@ def report_text(
     """The report.
 
     Args:
-        diagnosis: of these ranks.
-        views: of all ranks.
-        topology: of the run.
+        diagnosis: diagnosis of these ranks.
+        views: views of all ranks.
+        topology: topology of the run.
         title: first lines, with reason and time.
         recorded: lines from the flight recorders of the ranks.
     """
     order = [*diagnosis.ranks, *(rank for rank in sorted(views) if rank not in diagnosis.ranks)]
-    rows = [_row(views[rank], topology) for rank in order[:MAX_ROWS]]
-    header = ("rank", "coordinates", "host", "pid", "state", "step", "phase", "action", "waits for", "last collectives")
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
-    if len(order) > MAX_ROWS:
-        table.append(f"... and {len(order) - MAX_ROWS} more ranks")
-    parts = [*title, "", diagnosis.headline]
-    if diagnosis.details:
-        parts += ["", "Where the ranks of a group differ:", *(f"  {line}" for line in diagnosis.details)]
-    if recorded:
-        parts += ["", "In torch's flight recorders, numbered per process group:", *(f"  {line}" for line in recorded)]
-    return "\n".join([*parts, "", *(line.rstrip() for line in table), ""])
-
-
-def _name(found: Sequence[RankView], text: str, *, topology: Topology, details: tuple[str, ...]) -> Diagnosis:
-    lines = [f"{view.describe(topology)} {text}; {_place(view)}" for view in found]
-    return Diagnosis(tuple(view.rank for view in found), "\n".join(lines), details)
-
-
-def _is_done(view: RankView) -> bool:
-    return view.beat is not None and view.beat.phase in ("finished", "failed")
-
-
-def _is_waiting(view: RankView) -> bool:
-    return view.beat is not None and view.beat.waiting is not None
+    rows = [COLUMNS, *(_row(views[rank], topology) for rank in order[:MAX_ROWS])]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    more = [f"... and {len(order) - MAX_ROWS} more ranks"] if len(order) > MAX_ROWS else []
+    sections = {
+        "Where the ranks of a group differ:": diagnosis.details,
+        "In torch's flight recorders, numbered per process group:": recorded,
+    }
+    texts = [line for head, lines in sections.items() if lines for line in ("", head, *(f"  {each}" for each in lines))]
+    return "\n".join([*title, "", diagnosis.headline, *texts, "", *table, *more, ""])
 
 
 def _members(topology: Topology, group: str, *, rank: int) -> Ranks:
+    """The ranks of a group of a rank; the rank alone for a group that is not in the topology."""
     if group in ("control", "world"):
         return tuple(range(topology.world_size))
     name: GroupName = group  # type: ignore[assignment]
     try:
         return topology.members(rank, name)
-    except KeyError:  # a group of a test
+    except KeyError:
         return (rank,)
-
-
-def _sequence(view: RankView, group: str) -> int:
-    collective = view.beat.collectives.get(group) if view.beat else None
-    return collective.sequence if collective else 0
 
 
 def _waits_for(view: RankView, views: Mapping[int, RankView], *, topology: Topology) -> set[int]:
@@ -158,7 +158,7 @@ def _waits_for(view: RankView, views: Mapping[int, RankView], *, topology: Topol
     if waiting.op == "p2p":
         return {waiting.peer} & views.keys() if waiting.peer is not None else set()
     members = _members(topology, waiting.group, rank=view.rank)
-    return {rank for rank in members if rank in views and _sequence(views[rank], waiting.group) < waiting.sequence}
+    return {rank for rank in members if rank in views and views[rank].sequence(waiting.group) < waiting.sequence}
 
 
 def _started_fewer(view: RankView, views: Mapping[int, RankView], *, topology: Topology) -> set[int]:
@@ -168,55 +168,46 @@ def _started_fewer(view: RankView, views: Mapping[int, RankView], *, topology: T
         for group, mine in (view.beat.collectives if view.beat else {}).items()
         if group != "pp"  # messages are not collectives
         for rank in _members(topology, group, rank=view.rank)
-        if rank in views and _sequence(views[rank], group) < mine.sequence
+        if rank in views and views[rank].sequence(group) < mine.sequence
     }
 
 
 def _waited(ranks: Sequence[int], views: Mapping[int, RankView]) -> str:
+    """What ranks that wait wait for."""
     beat = views[ranks[0]].beat
     waiting = beat.waiting if beat else None
     assert waiting is not None, "ranks that wait have one"
-    verb = "waits" if len(ranks) == 1 else "wait"
     what = "a message" if waiting.op == "p2p" else f"{waiting.op} #{waiting.sequence}"
-    return f"{named_ranks(ranks)} {verb} for {what} of group {waiting.group}"
-
-
-def _place(view: RankView) -> str:
-    beat = view.beat
-    if beat is None:
-        return "its place is unknown"
-    action = f", action {beat.action}" if beat.action else ""
-    waiting = f", waiting for {beat.waiting.op} of group {beat.waiting.group}" if beat.waiting else ""
-    return f"it was in step {beat.step}, phase {beat.phase}{action}{waiting}"
+    return f"{named_ranks(ranks)} wait{'s' * (len(ranks) == 1)} for {what} of group {waiting.group}"
 
 
 def _differences(views: Mapping[int, RankView], topology: Topology) -> list[str]:
     """One line per group whose ranks started different numbers or kinds of collectives."""
-    lines: dict[tuple[str, Ranks], str] = {}
-    for view in views.values():
-        for group in view.beat.collectives if view.beat else ():
-            members = _members(topology, group, rank=view.rank)
-            if group == "pp" or len(members) < 2 or (group, members) in lines:  # messages are not collectives
-                continue
-            last: dict[str, list[int]] = {}
-            for rank in members:
-                beat = views[rank].beat if rank in views else None
-                collective = beat.collectives.get(group) if beat else None
-                if collective:
-                    text = f"#{collective.sequence} {collective.op}"
-                    if collective.op != "all_to_all":  # its sizes differ
-                        text += f" of {collective.num_bytes:,} bytes"
-                else:
-                    text = "nothing" if beat else "unknown"
-                last.setdefault(text, []).append(rank)
-            if len(last) > 1:
-                parts = [f"{named_ranks(ranks)}: {text}" for text, ranks in last.items()]
-                lines[group, members] = (
-                    f"group {group} (ranks {ranks_text(members)}): last started by {'; '.join(parts)}"
-                )
-            else:
-                lines[group, members] = ""
-    return [line for line in lines.values() if line]
+    groups = {
+        (group, _members(topology, group, rank=view.rank))
+        for view in views.values()
+        for group in (view.beat.collectives if view.beat else ())
+        if group != "pp"  # messages are not collectives
+    }
+    lines = []
+    for group, members in sorted(groups):
+        last: dict[str, list[int]] = {}
+        for rank in members:
+            last.setdefault(_last_started(views.get(rank), group), []).append(rank)
+        if len(last) > 1:
+            parts = "; ".join(f"{named_ranks(ranks)}: {text}" for text, ranks in last.items())
+            lines.append(f"group {group} (ranks {ranks_text(members)}): last started by {parts}")
+    return lines
+
+
+def _last_started(view: RankView | None, group: str) -> str:
+    """The last collective that a rank started over a group."""
+    if view is None or view.beat is None:
+        return "unknown"
+    if (collective := view.beat.collectives.get(group)) is None:
+        return "nothing"
+    size = "" if collective.op == "all_to_all" else f" of {collective.num_bytes:,} bytes"  # its sizes differ
+    return f"#{collective.sequence} {collective.op}{size}"
 
 
 def _row(view: RankView, topology: Topology) -> tuple[str, ...]:
@@ -232,6 +223,42 @@ def _row(view: RankView, topology: Topology) -> tuple[str, ...]:
     return (*who, str(beat.step), beat.phase, beat.action, waiting, last)
 
 
+def unmatched_collectives(recorded: Mapping[int, Sequence[RecordedCollective]], topology: Topology) -> tuple[str, ...]:
+    """One line per process group in which a rank waits on the device, or has not arrived.
+
+    Args:
+        recorded: what `recorded_collectives` returned on every rank whose recorder could be read.
+        topology: topology of the run.
+    """
+    groups: dict[tuple[str, Ranks], dict[int, RecordedCollective]] = {}
+    for rank, collectives in recorded.items():
+        for each in collectives:
+            members = each.ranks or _members(topology, each.group, rank=rank)
+            groups.setdefault((each.group, members), {})[rank] = each
+    lines = [_unmatched(name, ranks, by_rank=by_rank, known=set(recorded)) for (name, ranks), by_rank in groups.items()]
+    return tuple(sorted(line for line in lines if line))
+
+
+def _unmatched(name: str, ranks: Ranks, *, by_rank: Mapping[int, RecordedCollective], known: set[int]) -> str:
+    """The collective that a process group waits for, and the ranks that have not arrived; "" if none waits."""
+    order = attrgetter("sequence")
+    # A rank whose newest collective is complete has arrived at all up to that number; a waiting rank at its own.
+    oldest = min((each for each in by_rank.values() if each.state != "completed"), key=order, default=None)
+    if oldest is None:  # gloo: a failed collective is no longer active, so the newest one of all ranks is compared
+        oldest = max(by_rank.values(), key=order)
+    arrived = [rank for rank, each in by_rank.items() if each.sequence >= oldest.sequence]
+    absent = [rank for rank in ranks if rank in known and rank not in arrived]
+    if not absent and all(each.state == "completed" for each in by_rank.values()):
+        return ""
+    sizes = ", ".join(f"{list(size)} {dtype}" for size, dtype in zip(oldest.input_sizes, oldest.dtypes, strict=False))
+    unknown = [rank for rank in ranks if rank not in known]
+    states = sorted({by_rank[rank].state for rank in arrived})
+    text = f"group {name} (ranks {ranks_text(ranks)}): {oldest.op} #{oldest.sequence} of {sizes or 'unknown sizes'}: "
+    text += f"{named_ranks(arrived)} arrived ({', '.join(states)})"
+    text += f", {named_ranks(absent)} did not" if absent else ""
+    return text + (f", nothing is known of {named_ranks(unknown)}" if unknown else "")
+
+
 def named_ranks(ranks: Sequence[int]) -> str:
     """`ranks_text` after "rank" or "ranks"."""
     return f"rank{'s' * (len(ranks) != 1)} {ranks_text(ranks)}"
@@ -243,10 +270,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
     >>> ranks_text([0, 1, 2, 3, 7])
     '0-3, 7'
     """
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], rank]
-        else:
-            parts.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+    runs = groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])  # equal within consecutive ranks
+    parts = [[rank for _, rank in run] for _, run in runs]
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -27,17 +28,16 @@ from typing import Any
 
 from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.flight_recorder import RecordedCollective, recorded_collectives
-from nanotrain.comm.heartbeat import Beat, Collective, Waiting, read_record
+from nanotrain.comm.heartbeat import read_record
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.work import CommunicationFault
 from nanotrain.errors import EXIT_CODE, EnvironmentFault, ReportedFault
 from nanotrain.quantities import count_of
 from nanotrain.runs.files import write_text
 from nanotrain.watch.processes import RankProcess, share_heartbeats, state_of
-from nanotrain.watch.recorder import unmatched_collectives
-from nanotrain.watch.report import Diagnosis, RankView, diagnose, report_text
+from nanotrain.watch.report import Diagnosis, RankView, diagnose, report_text, unmatched_collectives
 
-REPORT = "hang-report.txt"
+REPORT, WRITTEN = "hang-report.txt", "written"
 MAX_POLL_S = 1.0
 ALARM = "another rank of this machine gave an alarm"  # a reason that leaves the cause to the diagnosis
 MAX_LINES = 4  # process groups whose collectives the message lists; the report lists all
@@ -84,9 +84,7 @@ class Watchdog:
     def explain(self, fault: CommunicationFault) -> EnvironmentFault:
         """Report a failed collective with the rank that was lost; the fault itself if no report can be written."""
         self._stopped.set()
-        deadline = time.monotonic() + GRACE_S
-        while not self._lost() and time.monotonic() < deadline:  # a killed process ends a moment later than its sockets
-            time.sleep(0.05)
+        _wait_until(self._lost)  # a killed process ends a moment later than its sockets
         with self._reporting:
             diagnosis = self._report(f"{fault.what}: {fault.why}")
         return fault if diagnosis is None else ReportedFault(diagnosis.headline)
@@ -167,14 +165,14 @@ class Watchdog:
                 faulthandler.dump_traceback(file, all_threads=True)
             self._write_records()
             self._write_collectives()
-            self._wait_for_others()
+            _wait_until(self._all_have_written)
             self._write_records()  # the states of frozen and lost processes as they are now
             views = self._views()
             diagnosis = diagnose(views, self._topology)
             if self._is_writer():
                 self._write_report(reason, diagnosis, views=views)
-            else:
-                self._wait_for_report()
+            else:  # torchrun ends all ranks as soon as one has ended
+                _wait_until((self._hang_folder / WRITTEN).exists)
             return diagnosis
         except (OSError, EnvironmentFault) as error:
             print(f"error: {reason}; no report: {self._folder} cannot be written: {error}", file=sys.stderr, flush=True)
@@ -183,7 +181,7 @@ class Watchdog:
     def _write_records(self) -> None:
         """The records of all ranks of this machine; each of its ranks writes the same."""
         records = {
-            process.rank: {"state": state_of(process), "beat": asdict(read_record(self._records[process.rank]))}
+            process.rank: {"state": state_of(process), "record": self._records[process.rank].tolist()}
             for process in self._processes
             if process.rank in self._records
         }
@@ -203,17 +201,12 @@ class Watchdog:
                 recorded[int(path.stem.removeprefix("collectives-"))] = collectives
         return recorded
 
-    def _wait_for_others(self) -> None:
-        """Wait for the other ranks to write their stacks, and for other machines to write their records."""
-        deadline = time.monotonic() + GRACE_S
+    def _all_have_written(self) -> bool:
+        """Whether all ranks have written their stacks and collectives, and all machines their records."""
+        names = ("rank-*.txt", "collectives-*.json", "host-of-rank-*.json")
+        stacks, collectives, hosts = (len(list(self._hang_folder.glob(name))) for name in names)
         machines = {process.machine for process in self._processes}
-        while time.monotonic() < deadline:
-            stacks = len(list(self._hang_folder.glob("rank-*.txt")))
-            hosts = len(list(self._hang_folder.glob("host-of-rank-*.json")))
-            collectives = len(list(self._hang_folder.glob("collectives-*.json")))
-            if stacks == collectives == len(self._processes) and hosts >= len(machines):
-                return
-            time.sleep(0.1)
+        return stacks == collectives == len(self._processes) and hosts >= len(machines)
 
     def _views(self) -> dict[int, RankView]:
         views = {each.rank: RankView(each.rank, each.host, each.pid, "?") for each in self._processes}
@@ -221,7 +214,7 @@ class Watchdog:
             with suppress(ValueError, KeyError, TypeError):
                 for rank, entry in json.loads(path.read_text()).items():
                     process = self._processes[int(rank)]
-                    beat = _beat_of(entry["beat"])
+                    beat = read_record(memoryview(array("q", entry["record"])))
                     views[process.rank] = RankView(process.rank, process.host, process.pid, entry["state"], beat)
         return views
 
@@ -246,13 +239,7 @@ class Watchdog:
         facts = [diagnosis.headline] if reason == ALARM else [reason, diagnosis.headline]  # an alarm explains nothing
         lines = [f"error: {facts[0]}", *facts[1:], *recorded[:MAX_LINES], f"see {path}"]
         print("\n".join(lines), file=sys.stderr, flush=True)
-        write_text(self._hang_folder / "written", "")
-
-    def _wait_for_report(self) -> None:
-        """Wait until the report is written: torchrun ends all ranks as soon as one has ended."""
-        deadline = time.monotonic() + GRACE_S
-        while not (self._hang_folder / "written").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        write_text(self._hang_folder / WRITTEN, "")
 
     def _end_frozen(self) -> None:
         """Kill stopped ranks of this machine: they cannot handle torchrun's SIGTERM, and it would wait for 30 s."""
@@ -260,6 +247,13 @@ class Watchdog:
             if process.rank in self._records and process.rank != self._rank and state_of(process) == "T":
                 with suppress(OSError):
                     os.kill(process.pid, signal.SIGKILL)
+
+
+def _wait_until(is_done: Callable[[], object]) -> None:
+    """Wait for what other ranks do, at most GRACE_S."""
+    deadline = time.monotonic() + GRACE_S
+    while not is_done() and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def timeout_of(hang_timeout_s: float | None, distributed_timeout_s: float) -> float:
@@ -291,12 +285,3 @@ def watch_ranks(context: ParallelContext, folder: Path, *, timeout_s: float | No
 def _collective_of(values: dict[str, Any]) -> RecordedCollective:
     ranks, sizes, dtypes = values.pop("ranks"), values.pop("input_sizes"), values.pop("dtypes")
     return RecordedCollective(**values, ranks=tuple(ranks), input_sizes=tuple(map(tuple, sizes)), dtypes=tuple(dtypes))
-
-
-def _beat_of(values: dict[str, Any]) -> Beat:
-    waiting, collectives = values.pop("waiting"), values.pop("collectives")
-    return Beat(
-        **values,
-        waiting=Waiting(**waiting) if waiting else None,
-        collectives={name: Collective(**each) for name, each in collectives.items()},
-    )

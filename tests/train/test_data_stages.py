@@ -8,7 +8,7 @@ from nanotrain.report.history import RunHistory
 from nanotrain.report.tables import stage_table
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.log import LogHook
-from nanotrain.train.start.header import header
+from nanotrain.train.open_run import header
 from tests.train.small_run import Spy, metrics_of, small_run, train
 
 
