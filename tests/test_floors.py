@@ -33,7 +33,7 @@ RESERVED = {
     "os.environ": (
         "nanotrain/train/main.py",
         "nanotrain/system/",
-        "nanotrain/cli/main.py",
+        "nanotrain/cli/",
         "nanotrain/config/compose.py",
         "nanotrain/comm/",
         "nanotrain/launch/",

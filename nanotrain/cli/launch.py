@@ -2,18 +2,17 @@
 
     argv -> torchrun's options, training arguments       split_arguments, without torch
          -> mistakes, --help, --cfg job                   answered once, before any rank starts
-         -> one process per rank                          train/start/start_ranks.py
+         -> one process per rank                          launch/start_ranks.py
 
 Without one of torchrun's options, `nanotrain train` trains in this process.
 """
 
-from argparse import Namespace
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from functools import partial
 
 from nanotrain.config.config import Config
 from nanotrain.config.flags import begins_argument, known_flags, parse
-from nanotrain.config.load import Loaded, load_line, reply
+from nanotrain.config.load import load_line, reply
 from nanotrain.config.schema import ENTRIES, value_of
 from nanotrain.config.suggest import by_spelling
 from nanotrain.config.validate import OPEN_NAMES, validate_for_world
@@ -120,7 +119,7 @@ def launch(options: Sequence[str], arguments: Sequence[str], *, environment: Mut
     Raises:
         NanotrainError: a mistake in the options or the arguments, or machines that do not meet.
     """
-    _refuse_inside_torchrun("train", options=options, environment=environment)
+    refuse_inside_torchrun("train", options=options, environment=environment)
     line = parse(arguments)
     text = reply(line)
     if text is not None:
@@ -132,42 +131,6 @@ def launch(options: Sequence[str], arguments: Sequence[str], *, environment: Mut
 
     check = partial(validate_for_world, loaded.config, expected_dp=loaded.data_parallel_size)
     return start_ranks(["nanotrain.train", *arguments], options=options, environment=environment, check=check)
-
-
-def launch_command(
-    args: Namespace,
-    loaded: Loaded,
-    *,
-    command: Sequence[str],
-    options: Sequence[str],
-    environment: MutableMapping[str, str],
-    check: Callable[..., object],
-) -> int:
-    """Run a command on a trained model on one process per rank.
-
-    Args:
-        args: `path` of the model, and `ema`.
-        loaded: the settings of the command line.
-        command: its name and its arguments.
-        options: torchrun's, from `take_options`.
-        environment: of this process, as for `launch`.
-        check: called with the model's configuration, `loaded` and `world_size=`; raises for ranks that do not fit.
-
-    Returns:
-        The exit code, as of `launch`.
-    """
-    _refuse_inside_torchrun(command[0], options=options, environment=environment)
-    with importing_torch():
-        from nanotrain.inference.checkpoint import open_model
-        from nanotrain.launch.start_ranks import start_ranks
-
-    trained = open_model(args.path, ema=args.ema).config
-    return start_ranks(
-        ["nanotrain", *command],
-        options=options,
-        environment=environment,
-        check=lambda world_size: check(trained, loaded, world_size=world_size),
-    )
 
 
 def check_names(config: Config) -> None:
@@ -184,7 +147,8 @@ def check_names(config: Config) -> None:
         plan.check_names(config)
 
 
-def _refuse_inside_torchrun(name: str, *, options: Sequence[str], environment: MutableMapping[str, str]) -> None:
+def refuse_inside_torchrun(name: str, *, options: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Check that this process is no rank that torchrun started."""
     if "TORCHELASTIC_RUN_ID" in environment:
         raise ConfigError(
             f"{options[0]} inside torchrun",

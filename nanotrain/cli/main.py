@@ -1,7 +1,7 @@
 """`nanotrain COMMAND ...`: one function per command, which parses its arguments and calls another package.
 
-    train | prepare | parity | topology | evaluate | generate | report | watch | runs | compare | timeline | config
-    completion | sweep (sweep.py), checkpoint COMMAND (checkpoint.py)
+    train | prepare | parity | topology | report | watch | runs | compare | timeline | config
+    completion | sweep (sweep.py), checkpoint COMMAND (checkpoint.py), evaluate and generate (trained.py)
 
 Packages are imported inside the commands, so that `--help` does not load torch.
 """
@@ -13,8 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from nanotrain.cli.checkpoint import CHECKPOINT_COMMANDS
-from nanotrain.cli.evaluate import evaluate as evaluate_command
-from nanotrain.cli.generate import generate as generate_command
 from nanotrain.cli.launch import check_names, launch, split_arguments
 from nanotrain.cli.parser import (
     Command,
@@ -29,6 +27,7 @@ from nanotrain.cli.parser import (
     world_size,
 )
 from nanotrain.cli.sweep import sweep
+from nanotrain.cli.trained import evaluate, generate
 from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS
 from nanotrain.config.derive import data_parallel_size
 from nanotrain.config.flags import parse
@@ -148,16 +147,6 @@ def topology(argv: Sequence[str]) -> int:
 def checkpoint(argv: Sequence[str]) -> int:
     """Inspect, verify, compare, average, prune, import or export checkpoints."""
     return run_command("nanotrain checkpoint", argv, commands=CHECKPOINT_COMMANDS)
-
-
-def evaluate(argv: Sequence[str]) -> int:
-    """Compute loss, perplexity and bits per byte of a model on a corpus, or run tasks of lm-eval."""
-    return evaluate_command(argv, environment=os.environ)
-
-
-def generate(argv: Sequence[str]) -> int:
-    """Continue texts with the model of a checkpoint or Hugging Face folder."""
-    return generate_command(argv, environment=os.environ)
 
 
 def write_report(argv: Sequence[str]) -> int:

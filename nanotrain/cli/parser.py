@@ -3,7 +3,9 @@
 import argparse
 import re
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from math import nan
 from pathlib import Path
 from textwrap import TextWrapper
 from typing import Any, NoReturn
@@ -13,8 +15,6 @@ from nanotrain.config.megatron import row_of
 from nanotrain.config.suggest import by_spelling, did_you_mean
 from nanotrain.errors import ConfigError
 
-MAX_WORLD_SIZE = 200_000  # ranks whose groups are listed within two seconds
-MAX_PROCESSES = 256
 # Flags that other programs have for the folder of a model, and what to write to a command that takes it by its place.
 OF_FOLDER = dict.fromkeys(
     ("--run-dir", "--load", "--checkpoint", "--checkpoint-path", "--ckpt", "--ckpt-path", "--model", "--path"),
@@ -73,32 +73,41 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}", fix=f"{self.prog} --help lists the arguments")
 
 
-def count(text: str) -> int:
-    """A whole number of at least 1."""
-    if not re.fullmatch("[0-9]{1,12}", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
+def whole(low: int, high: int, what: str) -> Callable[[str], int]:
+    """The converter of a whole number from `low` to `high`; `what` names it in errors."""
+
+    def convert(text: str) -> int:
+        if not re.fullmatch("[0-9]{1,18}", text) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
+        return int(text)
+
+    return convert
 
 
-def world_size(text: str) -> int:
-    """A number of ranks whose groups are listed."""
-    if count(text) > MAX_WORLD_SIZE:
-        raise argparse.ArgumentTypeError(f"{text} ranks: at most {MAX_WORLD_SIZE:,} can be planned")
-    return int(text)
+def real(low: float, high: float, what: str) -> Callable[[str], float]:
+    """The converter of a number from `low` to `high`; `what` names it in errors."""
+
+    def convert(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = nan
+        if not low <= number <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
+        return number
+
+    return convert
 
 
-def processes(text: str) -> int:
-    """A number of processes on this machine."""
-    if count(text) > MAX_PROCESSES:
-        raise argparse.ArgumentTypeError(f"{text} processes: at most {MAX_PROCESSES} are started on one machine")
-    return int(text)
-
-
-def seed(text: str) -> int:
-    """A random seed, as torch takes it."""
-    if not re.fullmatch("[0-9]{1,18}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 0 and below 10^18")
-    return int(text)
+LEAST, MOST = sys.float_info.min, sys.float_info.max
+count = whole(1, 10**12 - 1, "whole number of at least 1")
+seed = whole(0, 10**18 - 1, "whole number of at least 0 and below 10^18")
+port = whole(0, 65_535, "port from 0 to 65535")  # 0: the system chooses one
+world_size = whole(1, 200_000, "whole number of at least 1 and at most 200,000")  # groups listed within two seconds
+processes = whole(1, 256, "whole number of at least 1 and at most 256")  # on this machine
+positive = real(LEAST, MOST, "number above 0")
+not_negative = real(0.0, MOST, "number of at least 0")
+probability = real(LEAST, 1.0, "probability: it is above 0 and at most 1")
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:
@@ -108,47 +117,11 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-def port(text: str) -> int:
-    """A TCP port; 0 lets the system choose one."""
-    if not re.fullmatch("[0-9]{1,5}", text) or int(text) > 65_535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port from 0 to 65535")
-    return int(text)
-
-
 def png_file(text: str) -> Path:
     """A file for a picture; the ending keeps other files from being replaced."""
     if not text.lower().endswith(".png"):
         raise argparse.ArgumentTypeError(f"{text!r} does not end in .png")
     return Path(text)
-
-
-def positive(text: str) -> float:
-    """A finite number above zero."""
-    if not 0 < number(text) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return number(text)
-
-
-def not_negative(text: str) -> float:
-    """A finite number of at least zero."""
-    if not 0 <= number(text) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 0")
-    return number(text)
-
-
-def probability(text: str) -> float:
-    """A number above 0, at most 1."""
-    if not 0 < number(text) <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no probability: it is above 0 and at most 1")
-    return number(text)
-
-
-def number(text: str) -> float:
-    """A number; not-a-number for other text."""
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")
 
 
 def run_command(program: str, argv: Sequence[str], *, commands: dict[str, Command]) -> int:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanotrain.cli.generate import _print, generate, generation_config
 from nanotrain.cli.main import main
+from nanotrain.cli.trained import _print, generate, generation_config
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config, ModelConfig, MoEConfig, ParallelConfig
 from nanotrain.config.flags import parse
@@ -63,7 +63,7 @@ def test_settings_of_training_are_refused(flags: list[str]) -> None:
 @pytest.mark.parametrize("flag", ["--max-new-tokens", "--max_new_tokens", "--generate-tokens", "--max-tokens"])
 def test_names_of_the_number_of_tokens_elsewhere_lead_to_its_flag(flag: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown {flag} .write --num-tokens."):
-        generate(["runs/a", flag, "5"], environment={})
+        generate(["runs/a", flag, "5"])
 
 
 def test_a_model_that_the_size_does_not_divide_is_refused() -> None:

@@ -128,7 +128,7 @@ def loaded_weights(folder: Path, *, ema: bool = False) -> dict[str, Tensor]:
 
 
 def test_evaluate_reads_the_average(tmp_path, capsys):
-    from nanotrain.cli.evaluate import evaluate
+    from nanotrain.cli.trained import evaluate
 
     with small_run(tmp_path / "run", "--train-iters", "2", "--lr", "0.1", "--ema-decay", "0.9") as run:
         train(run, CheckpointHook())
@@ -137,6 +137,6 @@ def test_evaluate_reads_the_average(tmp_path, capsys):
     losses = []
     for more in ([], ["--ema"]):
         line = [str(tmp_path / "run"), "--data", str(text), "--tokenizer", "bytes", "--json", "--device", "cpu", *more]
-        assert evaluate(line, environment={}) == 0
+        assert evaluate(line) == 0
         losses.append(json.loads(capsys.readouterr().out)["loss"])
     assert losses[0] != losses[1]

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanotrain.cli.evaluate import evaluation_config
 from nanotrain.cli.main import main
+from nanotrain.cli.trained import evaluation_config
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ParallelConfig
 from nanotrain.config.flags import parse

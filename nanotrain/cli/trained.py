@@ -1,0 +1,334 @@
+"""`nanotrain evaluate` and `nanotrain generate`: a trained model on one rank, or on the ranks of a layout.
+
+arguments -> settings of the layout -> the model's configuration in that layout -> ranks -> result, printed once
+"""
+
+import json
+import os
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import lcm
+from pathlib import Path
+
+from nanotrain.cli.launch import refuse_inside_torchrun, require_no_misspelled, take_options
+from nanotrain.cli.parser import OF_FOLDER, CommandParser, count, not_negative, probability, seed
+from nanotrain.config.config import Config, DataConfig, TrainConfig
+from nanotrain.config.derive import data_parallel_size, with_padding_for
+from nanotrain.config.flags import parse
+from nanotrain.config.load import Loaded, load_line
+from nanotrain.config.validate import check_layout, validate_for_world
+from nanotrain.errors import ConfigError, EnvironmentFault, TopologyError
+from nanotrain.quantities import count_of
+from nanotrain.system.process import importing_torch
+
+# Settings that may differ from those of the training run; all others are the model's.
+EVALUATED = ("data.seq_length", "train.micro_batch_size", "train.device", "precision.params_dtype")
+# Settings of the layout that concern gradients and the optimizer, which an evaluation does not have.
+OF_TRAINING = frozenset(
+    f"parallel.{name}"
+    for name in (
+        *("ddp_bucket_size", "ddp_pad_buckets_for_high_nccl_busbw", "ddp_average_in_collective", "force_all_reduce"),
+        *("reduce_scatter_with_fp32_accumulation", "overlap_grad_reduce", "outer_dp_sharding_strategy"),
+        *("num_distributed_optimizer_instances", "pipeline_schedule"),
+    )
+)
+MICROBATCHES_PER_STAGE = 2  # of a global batch and data-parallel rank, so that a pipeline is filled
+# Flags that other programs, and the settings of a training, have for the number of tokens to sample.
+OF_TOKENS = dict.fromkeys(
+    ("--max-new-tokens", "--max_new_tokens", "--max-tokens", "--max-length", "--generate-tokens"), "--num-tokens"
+)
+# Settings that a command line may have; all others are the model's.
+GENERATED = frozenset(
+    {"train.device", "precision.params_dtype", "parallel.distributed_timeout_minutes"}
+    | {f"parallel.{axis}_parallel_size" for axis in ("tensor_model", "expert_model", "expert_tensor")}
+    | {f"parallel.{axis}_parallel_size" for axis in ("pipeline_model", "context")}  # accepted if 1
+)
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Compute loss, perplexity and bits per byte of a model on a corpus, or run tasks of lm-eval."""
+    command = _Command.parse("evaluate", argv, parser=_evaluate_parser())
+    args = command.args
+    if args.tasks is not None:
+        if command.options:
+            what = f"{command.options[0]} with --tasks"
+            raise ConfigError(what, why="tasks run on one process", fix="leave it out")
+        return _run_tasks(args, command.loaded)
+    if args.num_fewshot is not None or args.include_path is not None:
+        flag = "--include-path" if args.num_fewshot is None else "--num-fewshot"
+        raise ConfigError(f"{flag} has no effect on --data", why="it belongs to --tasks", fix="leave it out")
+    return command.run(_evaluate, check=evaluation_config)
+
+
+def generate(argv: Sequence[str]) -> int:
+    """Continue texts with the model of a checkpoint or Hugging Face folder."""
+    return _Command.parse("generate", argv, parser=_generate_parser()).run(_generate, check=generation_config)
+
+
+@dataclass(frozen=True)
+class _Command:
+    """A parsed command line."""
+
+    name: str
+    argv: Sequence[str]  # without torchrun's options
+    options: Sequence[str]  # torchrun's
+    args: Namespace  # arguments of the command; with `path` and `ema` of the model
+    loaded: Loaded  # settings of the layout
+
+    @classmethod
+    def parse(cls, name: str, argv: Sequence[str], *, parser: CommandParser) -> "_Command":
+        """Parse the arguments of a command; settings of the layout are between them."""
+        options, argv = take_options(argv)
+        args, rest = parser.parse_known_args(argv)
+        require_no_misspelled(rest)
+        loaded = load_line(parse(rest, listed_by=f"nanotrain {name} --help"), to_train=False)
+        return cls(name, argv, options, args, loaded)
+
+    def run(self, on_rank: Callable[[Namespace, Loaded], int], *, check: Callable[..., Config]) -> int:
+        """Run in this process, or with torchrun's options on one process per rank.
+
+        Args:
+            on_rank: the command on one rank.
+            check: the configuration of a model in a layout, given that of its run, the settings and `world_size=`.
+
+        Returns:
+            The exit code.
+        """
+        if not self.options:
+            return on_rank(self.args, self.loaded)
+        refuse_inside_torchrun(self.name, options=self.options, environment=os.environ)
+        with importing_torch():
+            from nanotrain.inference.checkpoint import open_model
+            from nanotrain.launch.start_ranks import start_ranks
+
+        trained = open_model(self.args.path, ema=self.args.ema).config
+        return start_ranks(
+            ["nanotrain", self.name, *self.argv],
+            options=self.options,
+            environment=os.environ,
+            check=lambda world_size: check(trained, self.loaded, world_size=world_size),
+        )
+
+
+def _evaluate_parser() -> CommandParser:
+    epilog = "the flags of the layout, --seq-length, --micro-batch-size, --bf16, --device, --nproc-per-node may follow"
+    parser = CommandParser("evaluate", evaluate, epilog=epilog, elsewhere={**OF_FOLDER, "--data-path": "--data NAME"})
+    parser.add_argument("path", type=Path, help="run folder, step folder, or Hugging Face folder")
+    data_help = "prefix of token files (.bin/.idx), or text: a .txt or .jsonl file or a folder of them"
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--data", metavar="NAME", help=data_help)
+    what.add_argument("--tasks", metavar="NAMES", help="tasks of lm-eval, separated by commas, on one process")
+    parser.add_argument("--include-path", metavar="FOLDER", help="tasks: a folder with further tasks (YAML)")
+    parser.add_argument(
+        "--num-fewshot", type=int, choices=range(65), metavar="N", help="tasks: examples before a question"
+    )
+    parser.add_argument("--tokenizer", help="Hugging Face name or folder, tokenizer.json; unset: the model's")
+    samples_help = "windows of seq_length tokens, or documents of a task, to read; unset: all"
+    parser.add_argument("--max-samples", type=count, metavar="N", help=samples_help)
+    parser.add_argument("--ema", action="store_true", help="use the moving average of the weights (--ema-decay)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def _run_tasks(args: Namespace, loaded: Loaded) -> int:
+    """Run tasks of lm-eval on one process."""
+    why, fix = "tasks run on one process, in fp32", "leave it out, or evaluate with --data"
+    loaded.require_only({"train.device", "train.micro_batch_size"}, what="--tasks", why=why, fix=fix)
+    try:
+        from nanotrain.inference.lm_eval import NanotrainLM, evaluate_tasks
+    except ModuleNotFoundError as error:
+        fix = "pip install nanotrain[lm-eval]"
+        raise EnvironmentFault("--tasks needs lm-eval", why=f"{error.name} is not installed", fix=fix) from None
+    from nanotrain.comm.device import pick_device
+
+    device = str(pick_device(loaded.config.train.device.value, local_rank=0))
+    batch_size = loaded.config.train.micro_batch_size if "train.micro_batch_size" in loaded.explicit else 8
+    model = NanotrainLM(str(args.path), tokenizer=args.tokenizer, ema=args.ema, device=device, batch_size=batch_size)
+    found = evaluate_tasks(
+        model,
+        args.tasks.split(","),
+        include_path=args.include_path,
+        num_fewshot=args.num_fewshot,
+        limit=args.max_samples,
+    )
+    if args.json:
+        print(json.dumps(found, default=str))
+        return 0
+    for task, metrics in found.items():
+        numbers = [
+            f"{name.removesuffix(',none')} {value:.4f}" for name, value in metrics.items() if isinstance(value, float)
+        ]
+        print(f"{task}: {', '.join(numbers)}")
+    return 0
+
+
+def _evaluate(args: Namespace, loaded: Loaded) -> int:
+    """Evaluate on a corpus, on all ranks."""
+    with importing_torch():
+        from nanotrain.comm.parallel_context import Launch, ParallelContext
+        from nanotrain.data.corpus_info import require_tokenizer_of
+        from nanotrain.data.tokenizer import load_tokenizer
+        from nanotrain.inference.checkpoint import open_model, tokenizer_name
+        from nanotrain.train.evaluate import evaluate_model
+        from nanotrain.train.plans.plan import plan_run
+
+    launch, model = Launch.of(os.environ), open_model(args.path, ema=args.ema)
+    config = evaluation_config(model.config, loaded, world_size=launch.world_size)
+    name = args.tokenizer or tokenizer_name(model)
+    require_tokenizer_of(name, args.data)
+    tokenizer = None if name is None else load_tokenizer(name)
+    plan = plan_run(config, launch.world_size, rank=launch.rank)
+    timeout_s = config.parallel.distributed_timeout_minutes * 60
+    with ParallelContext.start(plan.topology, device=config.train.device.value, timeout_s=timeout_s) as context:
+        result = evaluate_model(
+            model, args.data, plan=plan, context=context, tokenizer=tokenizer, max_samples=args.max_samples
+        )
+    if launch.rank == 0:
+        print(result.to_json() if args.json else result.text())
+    return 0
+
+
+def evaluation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Config:
+    """The model and masks of a run in the layout of a command line, in fp32 unless it sets another dtype.
+
+    Args:
+        trained: the configuration of the model's run.
+        loaded: of the command line.
+        world_size: ranks of the evaluation.
+
+    Raises:
+        ConfigError: a setting that belongs to training.
+        TopologyError: ranks that cannot form the layout.
+    """
+    why = "the model's own configuration gives everything but the layout"
+    of_layout = {key for key in loaded.explicit if key.startswith("parallel.")} - OF_TRAINING
+    loaded.require_only(of_layout.union(EVALUATED), what="an evaluation", why=why)
+    given, parallel = loaded.config, loaded.config.parallel
+    set_length = "data.seq_length" in loaded.explicit
+    masks = {name: getattr(trained.data, name) for name in ("reset_position_ids", "reset_attention_mask")}
+    data = DataConfig(
+        seq_length=given.data.seq_length if set_length else trained.data.seq_length,
+        eod_mask_loss=trained.data.eod_mask_loss,
+        num_workers=0,
+        **masks,
+    )
+    num_microbatches = MICROBATCHES_PER_STAGE * parallel.pipeline_model_parallel_size
+    dp = data_parallel_size(parallel, world_size)
+    train = TrainConfig(
+        micro_batch_size=given.train.micro_batch_size,
+        global_batch_size=given.train.micro_batch_size * dp * num_microbatches,
+        device=given.train.device,
+    )
+    model_config = with_padding_for(trained.model, parallel.tensor_model_parallel_size)
+    config = replace(given, model=model_config, data=data, train=train)
+    check_layout(config)
+    validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)
+    return config
+
+
+def _generate_parser() -> CommandParser:
+    epilog = "the sizes of tensor and expert parallelism, --bf16, --device and, for shards, --nproc-per-node may follow"
+    parser = CommandParser("generate", generate, epilog=epilog, elsewhere=OF_FOLDER | OF_TOKENS)
+    parser.add_argument("path", type=Path, help="run folder, step folder, or Hugging Face folder")
+    prompt_help = "the text to continue (default: none); several are sampled together and printed one after the other"
+    parser.add_argument("--prompt", action="append", help=prompt_help)
+    tokens_help = "largest number of tokens to generate (default: 120)"
+    parser.add_argument("--num-tokens", type=count, default=120, metavar="N", help=tokens_help)
+    temperature_help = "sampling temperature; 0 is greedy (default: 0.8)"
+    parser.add_argument("--temperature", type=not_negative, default=0.8, metavar="T", help=temperature_help)
+    top_k_help = "sample from the K most likely tokens; unset: from all"
+    parser.add_argument("--top-k", type=count, metavar="K", help=top_k_help)
+    top_p_help = "sample from the fewest most likely tokens of probability P; unset: from all"
+    parser.add_argument("--top-p", type=probability, metavar="P", help=top_p_help)
+    stop_help = "end at this text, which is not printed; may be repeated"
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop_help)
+    parser.add_argument("--seed", type=seed, default=0, help="random seed of the sampling (default: 0)")
+    parser.add_argument("--tokenizer", help="Hugging Face name or folder, tokenizer.json; unset: the run's")
+    cache_help = "read the whole text again for every token, instead of keeping keys and values"
+    parser.add_argument("--no-cache", action="store_true", help=cache_help)
+    parser.add_argument("--ema", action="store_true", help="use the moving average of the weights (--ema-decay)")
+    return parser
+
+
+def _generate(args: Namespace, loaded: Loaded) -> int:
+    """Generate on all ranks; the first prints."""
+    with importing_torch():
+        from nanotrain.comm.parallel_context import Launch, ParallelContext
+        from nanotrain.inference.checkpoint import load_model, open_model
+        from nanotrain.inference.generate import Sampling
+        from nanotrain.topology.topology import Topology
+
+    launch, checkpoint = Launch.of(os.environ), open_model(args.path, ema=args.ema)
+    config = generation_config(checkpoint.config, loaded, world_size=launch.world_size)
+    has_experts = config.model.moe is not None
+    topology = Topology.of(config.parallel, launch.world_size, has_experts=has_experts)
+    timeout_s = config.parallel.distributed_timeout_minutes * 60
+    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
+    # Bytes of an argument that are not of the locale's encoding are lone surrogates, which no tokenizer encodes.
+    prompts = [text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for text in args.prompt or [""]]
+    with ParallelContext.start(topology, device=config.train.device.value, timeout_s=timeout_s) as context:
+        dtype = config.precision.params_dtype.value
+        checkpoint = checkpoint.with_model(config.model)
+        model = load_model(checkpoint, tokenizer=args.tokenizer, context=context, dtype=dtype)
+        options = {"sampling": sampling, "stops": args.stop, "use_cache": not args.no_cache}
+        pieces = model.stream(prompts, num_tokens=args.num_tokens, **options)
+        _print(prompts, pieces, is_first=launch.rank == 0, is_alone=launch.world_size == 1)
+    return 0
+
+
+def _print(prompts: Sequence[str], pieces: Iterator[tuple[int, str]], *, is_first: bool, is_alone: bool) -> None:
+    """Print the texts on the first rank; the others generate them too, for their shards."""
+    from nanotrain.inference.text import print_texts
+
+    try:
+        if is_first:
+            print_texts(prompts, pieces)
+    except BrokenPipeError:  # the other ranks wait for this one
+        if not is_alone:
+            deque(pieces, maxlen=0)
+        raise
+    deque(pieces, maxlen=0)
+
+
+def generation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Config:
+    """The model of a run in the layout of a command line, in fp32 unless it sets another dtype.
+
+    Args:
+        trained: the configuration of the model's run.
+        loaded: of the command line.
+        world_size: ranks of the generation.
+
+    Raises:
+        ConfigError: a setting that generation does not read.
+        TopologyError: ranks that are not those of the shards.
+    """
+    why = "the model's own configuration gives everything but the sizes of tensor and expert parallelism"
+    loaded.require_only(GENERATED, what="generation", why=why)
+    parallel = loaded.config.parallel
+    pp, cp, tp = (
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+        parallel.tensor_model_parallel_size,
+    )
+    if pp > 1 or cp > 1:
+        raise ConfigError(
+            f"generation cannot run with pp={pp} and cp={cp}",
+            why="every rank runs all layers on all tokens; only tensor and expert parallelism shard them",
+            fix=f"set --tensor-model-parallel-size {tp * pp * cp} instead: a checkpoint of any layout loads in it",
+        )
+    # no rank has a part of a sequence: its length is one that the rules on training accept
+    config = replace(loaded.config, model=with_padding_for(trained.model, tp), data=DataConfig(seq_length=tp))
+    check_layout(config)
+    etp = parallel.expert_tensor_parallel_size or tp
+    ranks = lcm(tp, parallel.expert_model_parallel_size * etp) if trained.model.moe is not None else tp
+    if world_size != ranks:
+        raise TopologyError(
+            f"generation on {count_of(world_size, 'rank')} with tp={tp} and ep={parallel.expert_model_parallel_size}",
+            why=f"the shards of one model are on {count_of(ranks, 'rank')}, and there is one replica",
+            fix=f"start {ranks} (nanotrain generate --nproc-per-node {ranks} ...)"
+            + (f" or set --tensor-model-parallel-size {world_size}" if world_size > 1 else " or leave the sizes out"),
+        )
+    validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)
+    return config
