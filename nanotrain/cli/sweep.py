@@ -14,12 +14,10 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from nanotrain.cli.launch import check_names, split_arguments
 from nanotrain.cli.parser import CommandParser
@@ -29,7 +27,7 @@ from nanotrain.config.load import Loaded, load_line
 from nanotrain.config.schema import nest, to_dict
 from nanotrain.config.validate import validate_for_world
 from nanotrain.errors import ConfigError, NanotrainError
-from nanotrain.system.process import stop_signals
+from nanotrain.system.process import handling_signals
 
 MAX_TRIALS = 1000
 MAX_NAME = 200  # bytes of a folder name; file systems take 255
@@ -180,15 +178,6 @@ def _check_same_run(folder: Path, loaded: Loaded) -> None:
         raise ConfigError(f"run folder {folder} is not of these settings", why=why, fix=fix)
 
 
-@dataclass
-class _Current:
-    """The process of the trial that runs, and whether the sweep is to end after it."""
-
-    process: subprocess.Popen[bytes] | None = None
-    stopped: bool = False
-    failures: list[tuple[str, int]] = field(default_factory=list)  # name and exit code
-
-
 def run_trials(trials: Sequence[Trial], command: Sequence[str], *, shared: Sequence[str], is_local: bool) -> int:
     """Run the trials one after another; one that fails does not end the others.
 
@@ -201,56 +190,45 @@ def run_trials(trials: Sequence[Trial], command: Sequence[str], *, shared: Seque
     Returns:
         The exit code: 0, or that of the first trial that failed.
     """
-    current = _Current()
-    with _signals_passed_on(current):
+    running: list[subprocess.Popen[bytes]] = []
+    stops: list[int] = []
+    failures: dict[str, int] = {}
+
+    def on_signal(number: int) -> None:
+        """A stop lets the training save and end, and ends the sweep after it; SIGUSR1 lets it save and continue."""
+        is_stop = number != signal.SIGUSR1
+        stops.extend([number] * is_stop)
+        for process in running:
+            process.send_signal(signal.SIGTERM if is_stop else number)
+
+    with handling_signals(on_signal):
         for number, trial in enumerate(trials, start=1):
-            if current.stopped:
+            if stops:
                 break
             progress = f"run {number} of {len(trials)}: {trial.name}"
             if is_local and _is_finished(trial):
                 print(f"{progress} has finished before", flush=True)
                 continue
             print(progress, flush=True)
-            code = _run(current, [*command, *trial.arguments(shared)])
-            if code:
-                current.failures.append((trial.name, code))
+            running[:] = [_start([*command, *trial.arguments(shared)])]
+            if stops:  # a signal came while it was started
+                running[0].send_signal(signal.SIGTERM)
+            if code := running[0].wait():
+                failures[trial.name] = 128 - code if code < 0 else code
     if is_local:
         _list(trials)
-    for name, code in current.failures:
+    for name, code in failures.items():
         print(f"error: run {name} ended with exit code {code}", file=sys.stderr)
-    return current.failures[0][1] if current.failures else 0
+    return next(iter(failures.values()), 0)
 
 
-def _run(current: _Current, command: Sequence[str]) -> int:
-    """The exit code of a command in a process group of its own, so that a signal reaches it once, from here."""
+def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a command in a process group of its own, so that a signal reaches it once, from here."""
     try:
-        current.process = subprocess.Popen(command, process_group=0)
+        return subprocess.Popen(command, process_group=0)
     except OSError as error:
         fix = "--launch-with names a program and its first arguments, as 'sbatch scripts/launch_slurm'"
         raise ConfigError(f"{command[0]} cannot be started", why=error.strerror or str(error), fix=fix) from None
-    if current.stopped:  # a signal came while it was started
-        current.process.send_signal(signal.SIGTERM)
-    code = current.process.wait()
-    current.process = None
-    return 128 - code if code < 0 else code
-
-
-@contextmanager
-def _signals_passed_on(current: _Current) -> Iterator[None]:
-    """Forward signals to the training: stops as SIGTERM (save and end), and SIGUSR1 (save and continue)."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        current.stopped |= number in stops
-        if current.process is not None:
-            current.process.send_signal(signal.SIGTERM if number in stops else number)
-
-    stops = stop_signals()
-    before = {number: signal.signal(number, handle) for number in (*stops, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _is_finished(trial: Trial) -> bool:

@@ -16,7 +16,6 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
-from types import FrameType
 
 import torch
 from torch.distributed import DistError
@@ -31,9 +30,8 @@ from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.quantities import count_of, describe_bytes
 from nanotrain.runs.open_files import require_open_files
 from nanotrain.system.host import usable_cores
-from nanotrain.system.process import STOPPED, stop_signals
+from nanotrain.system.process import STOPPED, handling_signals
 
-SAVE = signal.SIGUSR1  # sent on to the ranks, which save and continue
 TORCH_SIGNALS = "SIGQUIT"  # torch ends the ranks
 BYTES_PER_PROCESS = 150_000_000  # measured: 160 MB are private to a process that has imported torch
 LOCAL, LOOPBACK_TIMEOUT_S = "localhost", 10.0  # where ranks of one machine meet
@@ -262,24 +260,20 @@ def passing_signals_on(environment: MutableMapping[str, str]) -> Iterator[list[i
     """
     stops: list[int] = []
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int) -> None:
         ranks = _ranks()
         for rank in ranks:
             with suppress(ProcessLookupError):
                 os.kill(rank, number)
-        if number == SAVE:
+        if number == signal.SIGUSR1:  # the ranks save and continue
             return
         stops.append(number)
         environment[STOPPED] = str(128 + number)
         if not ranks:
             raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, on_signal) for number in (*stop_signals(), SAVE)}
-    try:
+    with handling_signals(on_signal):
         yield stops
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _ranks() -> list[int]:

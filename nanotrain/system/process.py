@@ -4,7 +4,7 @@ run_program                a program as all that a process does
 guard_output               standard output that cannot be written (`| head`, a full disk) is one error
 outlive_output             a training goes on without its output, also after its terminal was closed
 end_with_launcher          a rank does not outlive torchrun
-stop_signals               that save and end a run
+stop_signals               that save and end a run, `handling_signals` in a block
 require_folders            at the start of a command
 importing_torch            during `import torch`, which saves 0.4 s and more
 without_collection         while many objects are made
@@ -83,6 +83,18 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     """SIGTERM, SIGINT, and SIGHUP, which a closed terminal sends; not where it is ignored, as under `nohup`."""
     hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGTERM, signal.SIGINT, *hang_up)
+
+
+@contextmanager
+def handling_signals(handle: Callable[[int], None]) -> Iterator[None]:
+    """Call `handle` for `stop_signals` and SIGUSR1 (save and continue) while the block runs."""
+    numbers = (*stop_signals(), signal.SIGUSR1)
+    before = {number: signal.signal(number, lambda number, _frame: handle(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def require_folders() -> None:
