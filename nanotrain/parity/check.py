@@ -34,8 +34,8 @@ from nanotrain.config.load import Loaded
 from nanotrain.config.validate import check_layout, check_model, validate_for_world
 from nanotrain.data.batch import Sample
 from nanotrain.data.build import DatasetSplits
-from nanotrain.launch.local_world import run_ranks
 from nanotrain.parallel.dp.data_parallel import DataParallel
+from nanotrain.parity.local_world import run_ranks
 from nanotrain.parity.report import ParityReport, StepDifference, TensorDifference, relative
 from nanotrain.parity.shrink import left_out, on_one_rank, shrink
 from nanotrain.runs.folder import RunFolder

@@ -1,9 +1,7 @@
 """Worlds of local processes: every rank runs, the first failure is raised and ends the others."""
 
 import os
-import pickle
 import time
-from multiprocessing import Pipe
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from nanotrain.comm.collectives import all_reduce, barrier
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ParallelConfig
 from nanotrain.errors import ConfigError, EnvironmentFault
-from nanotrain.launch.local_world import _gather, _Reply, run_ranks
+from nanotrain.parity.local_world import run_ranks
 from nanotrain.topology.topology import Topology
 from tests.harness import HANG_S
 
@@ -72,9 +70,12 @@ def test_a_rank_that_dies_ends_the_others() -> None:
     assert time.monotonic() - began < HANG_S, "before the other rank would have ended by itself"
 
 
-def test_a_rank_that_died_is_the_cause_though_its_peer_is_read_first() -> None:
-    (survivor, sends), (dead, ends) = Pipe(duplex=False), Pipe(duplex=False)
-    sends.send_bytes(pickle.dumps(_Reply(error=EnvironmentFault("an all_reduce failed", why="connection closed"))))
-    ends.close()
+def die_on_rank_1_in_a_collective(context: ParallelContext) -> None:
+    if context.rank == 1:
+        os._exit(3)
+    raise EnvironmentFault("an all_reduce failed", why="connection closed")
+
+
+def test_a_rank_that_died_is_the_cause_though_its_peer_fails_too() -> None:
     with pytest.raises(EnvironmentFault, match="rank 1 died"):
-        _gather([survivor, dead])
+        run_ranks(TWO, die_on_rank_1_in_a_collective)
