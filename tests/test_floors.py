@@ -37,6 +37,7 @@ RESERVED = {
         "nanotrain/config/compose.py",
         "nanotrain/comm/",
         "nanotrain/launch/",
+        "nanotrain/parity/local_world.py",
     ),
     "hydra": ("nanotrain/config/",),
 }
