@@ -73,7 +73,7 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}", fix=f"{self.prog} --help lists the arguments")
 
 
-def whole(low: int, high: int, what: str) -> Callable[[str], int]:
+def whole(what: str, *, low: int, high: int) -> Callable[[str], int]:
     """The converter of a whole number from `low` to `high`; `what` names it in errors."""
 
     def convert(text: str) -> int:
@@ -84,7 +84,7 @@ def whole(low: int, high: int, what: str) -> Callable[[str], int]:
     return convert
 
 
-def real(low: float, high: float, what: str) -> Callable[[str], float]:
+def real(what: str, *, low: float = sys.float_info.min, high: float = sys.float_info.max) -> Callable[[str], float]:
     """The converter of a number from `low` to `high`; `what` names it in errors."""
 
     def convert(text: str) -> float:
@@ -99,15 +99,15 @@ def real(low: float, high: float, what: str) -> Callable[[str], float]:
     return convert
 
 
-LEAST, MOST = sys.float_info.min, sys.float_info.max
-count = whole(1, 10**12 - 1, "whole number of at least 1")
-seed = whole(0, 10**18 - 1, "whole number of at least 0 and below 10^18")
-port = whole(0, 65_535, "port from 0 to 65535")  # 0: the system chooses one
-world_size = whole(1, 200_000, "whole number of at least 1 and at most 200,000")  # groups listed within two seconds
-processes = whole(1, 256, "whole number of at least 1 and at most 256")  # on this machine
-positive = real(LEAST, MOST, "number above 0")
-not_negative = real(0.0, MOST, "number of at least 0")
-probability = real(LEAST, 1.0, "probability: it is above 0 and at most 1")
+count = whole("whole number of at least 1", low=1, high=10**12 - 1)
+seed = whole("whole number of at least 0 and below 10^18", low=0, high=10**18 - 1)
+port = whole("port from 0 to 65535", low=0, high=65_535)  # 0: the system chooses one
+# the groups of so many ranks are listed within two seconds
+world_size = whole("whole number of at least 1 and at most 200,000", low=1, high=200_000)
+processes = whole("whole number of at least 1 and at most 256", low=1, high=256)  # on this machine
+positive = real("number above 0")
+not_negative = real("number of at least 0", low=0.0)
+probability = real("probability: it is above 0 and at most 1", high=1.0)
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:
