@@ -39,7 +39,7 @@ def write_checkpoint(folder: Path, model_config: ModelConfig, *, step: int = 3) 
     generator = torch.Generator().manual_seed(7)
     shape = ModelShape.of(model_config)
     sizes = {f"model/{spec.name}": spec.shape for spec in declare_model(shape)}
-    if model_config.moe.router_enable_expert_bias:
+    if model_config.moe and model_config.moe.router_enable_expert_bias:
         sizes |= {f"router/layers.{layer}.mlp.router.expert_bias": (4,) for layer in range(shape.num_layers)}
     values = {name: torch.randn(size, generator=generator) * 0.3 for name, size in sizes.items()}
     boxes = {TensorBox.full(name, value.shape): value for name, value in values.items()}
