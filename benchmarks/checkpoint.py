@@ -46,7 +46,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
-from nanotrain.checkpoint.checksum import crc32
+from nanotrain.checkpoint.write import crc32
 from nanotrain.comm.group import Group
 from nanotrain.spec.boxes import Box, TensorBox
 from nanotrain.topology.groups import GroupSpec

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanotrain.checkpoint.commit import ShardReport
 from nanotrain.checkpoint.manifest import (
     ChunkEntry,
     Manifest,
@@ -28,7 +27,7 @@ from nanotrain.checkpoint.manifest import (
     to_json,
 )
 from nanotrain.checkpoint.plan import split_box
-from nanotrain.checkpoint.write import WrittenShard, shard_name
+from nanotrain.checkpoint.write import shard_name
 from nanotrain.config.config import Config
 from nanotrain.config.derive import data_parallel_size
 from nanotrain.config.load import load
@@ -91,7 +90,7 @@ def metadata_size(config: Config, world_size: int, *, num_sampled: int = 8) -> M
         names = replace(sample, files={}, tensors={n: replace(e, chunks=()) for n, e in sample.tensors.items()})
         return (size(sample) - size(names)) * world_size // num_sampled + size(declared)
 
-    report = sum(len(pickle.dumps(ShardReport(shard, 0, 0))) for shard in shards) // num_sampled
+    report = sum(len(pickle.dumps(shard)) for shard in shards) // num_sampled
     # each rank of the last level hands on the reports of the ranks up to the next one of it
     top = control_levels(0, world_size)[-1] if world_size > 1 else (0, 1)
     return MetadataSize(
@@ -103,14 +102,14 @@ def metadata_size(config: Config, world_size: int, *, num_sampled: int = 8) -> M
     )
 
 
-def _merge(shards: Sequence[WrittenShard]) -> Manifest:
+def _merge(shards: Sequence[Manifest]) -> Manifest:
     """The manifest of some ranks, which do not cover the tensors."""
     tensors: dict[str, TensorEntry] = {}
     for shard in shards:
         for name, entry in shard.tensors.items():
             before = tensors[name].chunks if name in tensors else ()
             tensors[name] = replace(entry, chunks=before + entry.chunks)
-    files = {shard.file: shard.nbytes for shard in shards if shard.nbytes}
+    files = {name: nbytes for shard in shards for name, nbytes in shard.files.items()}
     return Manifest(0, files, tensors, objects={}, config={}, topology={})
 
 
@@ -129,7 +128,7 @@ def _pickled_bytes(manifest: Manifest) -> int:
     return len(pickle.dumps(replace(manifest, tensors=rows)))
 
 
-def planned_shard(plan: Plan) -> WrittenShard:
+def planned_shard(plan: Plan) -> Manifest:
     """What a rank writes of parameters and optimizer state, with checksums of 0 and without the header of its file."""
     file = shard_name(plan.rank, plan.topology.world_size)
     tensors: dict[str, TensorEntry] = {}
@@ -142,7 +141,8 @@ def planned_shard(plan: Plan) -> WrittenShard:
             )
             before = tensors[box.name].chunks if box.name in tensors else ()
             tensors[box.name] = TensorEntry(box.shape, dtype, before + made)
-    return WrittenShard(file, sum(chunk.nbytes for entry in tensors.values() for chunk in entry.chunks), tensors)
+    nbytes = sum(chunk.nbytes for entry in tensors.values() for chunk in entry.chunks)
+    return Manifest(0, {file: nbytes} if nbytes else {}, tensors, objects={}, config={}, topology={})
 
 
 def _saved_boxes(plan: Plan, buffer: BufferPlan) -> Iterator[tuple[TensorBox, str]]:

@@ -1,15 +1,65 @@
 """A save in the background: a thread per rank writes the staged shard; that of the first rank commits after all others.
 
-    rank k   thread: write and fsync the shard -> written-0000k.json        (or the reason of a failure)
+    rank k   copy to host memory; thread: write and fsync the shard -> written-0000k.json   (or the reason of a failure)
     rank 0   thread: the same -> wait for all reports -> manifest -> rename -> delete the oldest
 
-The threads do not communicate over process groups, whose collectives belong to the training loop; they exchange
-files in the folder of the save, which all ranks share.
+    StagingBuffers                           the copies in host memory
+    BackgroundSave                           the thread of one rank
+    write_report, write_failure,             manifests of single shards, through files in the folder of the save
+    wait_for_reports
+
+The threads do not communicate over process groups, whose collectives belong to the training loop.
 """
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import torch
+
+from nanotrain.checkpoint.all_ranks import StorageFault
+from nanotrain.checkpoint.manifest import Manifest, from_json, to_json
+from nanotrain.checkpoint.plan import split_box
+from nanotrain.comm.device import synchronize
+from nanotrain.errors import EnvironmentFault
+from nanotrain.runs.files import write_bytes
+from nanotrain.spec.boxes import TensorBox
+
+POLL_S = 0.02, 1.0  # between two checks for reports: the first, and the longest after doubling
+FAILED = "failed: "
+
+
+class StagingBuffers:
+    """Host copies of the tensors that a rank saves."""
+
+    def __init__(self) -> None:
+        self._copies: dict[TensorBox, torch.Tensor] = {}
+
+    def copy(self, tensors: Mapping[TensorBox, torch.Tensor]) -> dict[TensorBox, torch.Tensor]:
+        """Copy tensors to the host; complete on return, valid until the next call.
+
+        Args:
+            tensors: box -> tensor of the box's shape, on any device.
+
+        Returns:
+            box -> contiguous tensor in host memory.
+        """
+        copies = {box: self._copy_of(box, tensor) for box, tensor in tensors.items()}
+        for box, tensor in tensors.items():
+            for chunk in split_box(box.box, tensor.element_size()):
+                index = chunk.within(box.box).slices()
+                copies[box][index].copy_(tensor.detach()[index], non_blocking=True)
+        for device in {tensor.device for tensor in tensors.values()}:
+            synchronize(device)
+        self._copies = copies  # releases the memory of tensors that are not saved any more
+        return copies
+
+    def _copy_of(self, box: TensorBox, tensor: torch.Tensor) -> torch.Tensor:
+        held = self._copies.get(box)
+        if held is not None and (held.shape, held.dtype) == (tensor.shape, tensor.dtype):
+            return held
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
 
 
 class BackgroundSave:
@@ -59,3 +109,56 @@ class BackgroundSave:
             self._result = write(self._cancelled.is_set)
         except Exception as error:  # raised again by `result`, in the training loop
             self._error = error
+
+
+def write_report(folder: Path, shard: Manifest, *, index: int) -> None:
+    """Write the manifest of a rank's shard, atomically, after the shard is on the disk."""
+    _write(report_path(folder, index), to_json(shard))
+
+
+def write_failure(folder: Path, error: Exception, *, index: int) -> None:
+    """Write that a rank failed, so that the first rank does not wait for its report."""
+    _write(report_path(folder, index), FAILED + str(error)[:2000])
+
+
+def wait_for_reports(folder: Path, size: int, *, timeout_s: float, is_cancelled: Callable[[], bool]) -> list[Manifest]:
+    """The manifests of all shards, in the order of the ranks, as soon as each has written one; the files are removed.
+
+    Raises:
+        OSError: a rank failed to write, with its reason; or some did not finish in time.
+    """
+    shards: dict[int, Manifest] = {}
+    deadline, pause = time.monotonic() + timeout_s, POLL_S[0]
+    while True:
+        for index in range(size):
+            path = report_path(folder, index)
+            if index not in shards and path.is_file():
+                shards[index] = _read_report(path, index)
+                path.unlink()
+        if len(shards) == size:
+            return [shards[index] for index in range(size)]
+        if is_cancelled() or time.monotonic() > deadline:
+            ranks = ", ".join(str(index) for index in range(size) if index not in shards)
+            raise OSError(0, f"rank {ranks} of {size} did not finish writing within {timeout_s:g} s", str(folder))
+        time.sleep(pause)
+        pause = min(2 * pause, POLL_S[1])
+
+
+def report_path(folder: Path, index: int) -> Path:
+    """The report of a rank, in the folder of an unfinished save."""
+    return folder / f"written-{index:05d}.json"
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a report; if that fails the save fails, and training continues."""
+    try:
+        write_bytes(path, text.encode())
+    except EnvironmentFault as error:
+        raise StorageFault(error.what, why=error.why, fix=error.fix) from None
+
+
+def _read_report(path: Path, index: int) -> Manifest:
+    text = path.read_text()
+    if text.startswith(FAILED):
+        raise OSError(0, f"rank {index} could not write: {text.removeprefix(FAILED)}", str(path.parent))
+    return from_json(text, source=str(path), is_shard=True)

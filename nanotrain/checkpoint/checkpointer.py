@@ -16,22 +16,26 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nanotrain.checkpoint import store
+from nanotrain.checkpoint import commit, store
 from nanotrain.checkpoint.all_ranks import StorageFault, act_on_first, reduce_on_all, run_on_first
-from nanotrain.checkpoint.background import BackgroundSave
-from nanotrain.checkpoint.commit import merge_reports, report_of, wait_for_reports, write_failure, write_report
-from nanotrain.checkpoint.compatibility import check_all_loaded, check_compatible, loads
+from nanotrain.checkpoint.background import (
+    BackgroundSave,
+    StagingBuffers,
+    wait_for_reports,
+    write_failure,
+    write_report,
+)
+from nanotrain.checkpoint.compatibility import check_all_loaded, check_compatible, fit_padding, loads
 from nanotrain.checkpoint.manifest import Manifest, plain_json, to_json
-from nanotrain.checkpoint.padding import fit_padding
 from nanotrain.checkpoint.plan import ChunkRead, plan_reads
 from nanotrain.checkpoint.read import read_chunks
 from nanotrain.checkpoint.retention import SeenManifests, keep_newest
-from nanotrain.checkpoint.stage import StagingBuffers
 from nanotrain.checkpoint.write import shard_name, write_shard
 from nanotrain.comm.group import Group
 from nanotrain.comm.work import CommunicationFault
@@ -110,13 +114,13 @@ class Checkpointer:
                 once. Nothing is committed.
         """
         self.wait()
-        manifest = Manifest(step, {}, {}, objects=objects, config=config, topology=topology)
+        shard, manifest = _manifests(step, objects=objects, config=config, topology=topology)
         with self._attempt(step):
             temporary = self._begin(step, tensors)
             act_on_first(
                 self.group,
-                lambda: report_of(write_shard(temporary / self._shard_name, tensors), manifest),
-                act=lambda reports: self._commit(merge_reports(manifest, reports)),
+                lambda: write_shard(temporary / self._shard_name, tensors, manifest=shard),
+                act=lambda shards: self._commit(commit.merge_shards(manifest, shards)),
             )
             return store.step_folder(self.folder, step)
 
@@ -139,8 +143,8 @@ class Checkpointer:
         """
         self.wait()
         # As JSON now: the caller may change what it passed.
-        manifest = Manifest(
-            step, {}, {}, objects=plain_json(objects), config=plain_json(config), topology=plain_json(topology)
+        shard, manifest = _manifests(
+            step, objects=plain_json(objects), config=plain_json(config), topology=plain_json(topology)
         )
         with self._attempt(step):
             temporary = self._begin(step, tensors)
@@ -148,8 +152,8 @@ class Checkpointer:
 
         def write(is_cancelled: Callable[[], bool]) -> Path | None:
             try:
-                report = report_of(write_shard(temporary / self._shard_name, staged), manifest)
-                write_report(temporary, report, index=self.group.index)
+                written = write_shard(temporary / self._shard_name, staged, manifest=shard)
+                write_report(temporary, written, index=self.group.index)
             except Exception as error:
                 with suppress(OSError, StorageFault):  # `wait` reports it too
                     (temporary / self._shard_name).unlink(missing_ok=True)  # on a full disk the next line needs it
@@ -157,8 +161,8 @@ class Checkpointer:
                 raise
             if not self.group.is_first:
                 return None
-            reports = wait_for_reports(temporary, self.group.size, timeout_s=self.timeout_s, is_cancelled=is_cancelled)
-            return self._commit(merge_reports(manifest, reports))
+            shards = wait_for_reports(temporary, self.group.size, timeout_s=self.timeout_s, is_cancelled=is_cancelled)
+            return self._commit(commit.merge_shards(manifest, shards))
 
         self._in_flight = step, BackgroundSave(write)
 
@@ -224,7 +228,7 @@ class Checkpointer:
                 optimizer), the ranks together load all tensors.
             config: the configuration of this run, for errors that list the model options that differ.
             padded_rows: parameters with one row per token of the padded vocabulary -> number of tokens; their padding
-                may differ (padding.py).
+                may differ (compatibility.py).
             choose: which of the targets to read from the checkpoint of a manifest; None: all.
 
         Returns:
@@ -281,17 +285,17 @@ class Checkpointer:
             nbytes = sum(tensor.nbytes for tensor in tensors.values())
             if not self.group.is_first:
                 return [nbytes, 0, 0]
-            store.start_writing(self.folder, step, warned=self._warned)
+            commit.start_writing(self.folder, step, warned=self._warned)
             return [nbytes, step, shutil.disk_usage(self.folder).free]
 
-        # The step of the first rank: `merge_reports` finds the rank that saves another one.
+        # The step of the first rank: `merge_shards` finds the rank that saves another one.
         needed, first_step, free = map(int, reduce_on_all(self.group, start, length=3, op="sum"))
         if needed > free:
-            run_on_first(self.group, lambda: store.require_space(self.folder, needed))
-        return store.temporary_folder(self.folder, first_step)
+            run_on_first(self.group, lambda: commit.require_space(self.folder, needed))
+        return commit.temporary_folder(self.folder, first_step)
 
     def _commit(self, manifest: Manifest) -> Path:
-        final = store.commit(self.folder, manifest.step, text=to_json(manifest))
+        final = commit.commit(self.folder, manifest.step, text=to_json(manifest))
         keep_newest(
             self.folder,
             self.keep_last,
@@ -311,10 +315,16 @@ class Checkpointer:
         except Exception:
             self.num_failed += 1
             if self.group.is_first:
-                store.discard(self.folder, step)
+                commit.discard(self.folder, step)
             raise
         finally:
             self._stall_s += time.perf_counter() - start
+
+
+def _manifests(step: int, **content: Mapping[str, Any]) -> tuple[Manifest, Manifest]:
+    """The manifest that each rank sends for its shard, without what is long and equal on all, and that of the save."""
+    manifest = Manifest(step, {}, {}, **content)
+    return replace(manifest, config={}, topology={}), manifest
 
 
 def _plan(manifest: Manifest, targets: Tensors, *, config: Mapping[str, Any] | None) -> Reads:

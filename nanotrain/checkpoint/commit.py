@@ -1,61 +1,44 @@
-"""Merge the reports of the ranks into one manifest.
+"""Commit a save: the shards of all ranks become one manifest, and a rename makes the folder a checkpoint.
 
-ShardReport        the written shard of a rank, and its step and objects, which must agree
-merge_reports      the manifest of all ranks, which agree and cover every tensor exactly once
-write_report,      the same through files in the folder of a save, for writers that must not communicate
-wait_for_reports
+merge_shards     the manifest of all ranks, which agree and cover every tensor exactly once (pure)
+start_writing    make the temporary folder of a step
+commit           write the manifest and rename the folder; a rename is the only operation that commits
+discard          remove the temporary folder of a failed save
+set_aside_after  rename checkpoints of later steps
 """
 
+import errno
 import json
-import time
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
-from typing import Any
 
-from nanotrain.checkpoint.all_ranks import StorageFault
-from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, TensorEntry, tensor_from_dict, tensor_to_dict
+from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, TensorEntry
 from nanotrain.checkpoint.plan import coverage_fault
-from nanotrain.checkpoint.write import WrittenShard
-from nanotrain.errors import CheckpointError, EnvironmentFault
-from nanotrain.runs.files import write_bytes
-from nanotrain.untrusted import object_of, parse_json, text_of, whole_number
-
-POLL_S = 0.02, 1.0  # between two checks for reports: the first, and the longest after doubling
-
-
-@dataclass(frozen=True)
-class ShardReport:
-    """The written shard of a rank, and values that must be equal on all ranks."""
-
-    shard: WrittenShard
-    step: int
-    objects_crc32: int
+from nanotrain.checkpoint.retention import deleted_name, remove_unfinished, try_to_remove
+from nanotrain.checkpoint.store import MANIFEST, leftovers, step_entries, step_folder, step_of
+from nanotrain.errors import CheckpointError
+from nanotrain.runs.files import disk_errors
+from nanotrain.runs.swap_names import swap_names
 
 
-def report_of(shard: WrittenShard, manifest: Manifest) -> ShardReport:
-    """The report of a written shard of the checkpoint that `manifest` describes without tensors."""
-    return ShardReport(shard, manifest.step, zlib.crc32(json.dumps(manifest.objects, sort_keys=True).encode()))
-
-
-def merge_reports(manifest: Manifest, reports: Sequence[ShardReport]) -> Manifest:
-    """The manifest with the tensors and files of all ranks.
+def merge_shards(manifest: Manifest, shards: Sequence[Manifest]) -> Manifest:
+    """The manifest with the files and tensors of the shards of all ranks.
 
     Raises:
         CheckpointError: the ranks saved different steps or objects, or do not cover the tensors exactly once.
     """
-    first = reports[0]
-    for rank, other in enumerate(reports):
-        if other.step != first.step:
-            raise _inconsistent(f"rank {rank} saves step {other.step}, rank 0 step {first.step}")
-        if other.objects_crc32 != first.objects_crc32:
+    first, objects = shards[0], [json.dumps(shard.objects, sort_keys=True) for shard in shards]
+    for rank, shard in enumerate(shards):
+        if shard.step != first.step:
+            raise _inconsistent(f"rank {rank} saves step {shard.step}, rank 0 step {first.step}")
+        if objects[rank] != objects[0]:
             raise _inconsistent(f"rank {rank} saves other objects than rank 0")
-    return replace(
-        manifest,
-        files={report.shard.file: report.shard.nbytes for report in reports if report.shard.nbytes},
-        tensors=merge_entries([report.shard.tensors for report in reports]),
-    )
+    files = {name: nbytes for shard in shards for name, nbytes in shard.files.items()}
+    return replace(manifest, files=files, tensors=merge_entries([shard.tensors for shard in shards]))
 
 
 def merge_entries(shards: Sequence[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
@@ -81,70 +64,112 @@ def merge_entries(shards: Sequence[Mapping[str, TensorEntry]]) -> dict[str, Tens
     return {name: TensorEntry(first[name].shape, first[name].dtype, tuple(chunks[name])) for name in sorted(first)}
 
 
-def write_report(folder: Path, report: ShardReport, *, index: int) -> None:
-    """Write the report of a rank, atomically, after its shard is on the disk."""
-    shard = report.shard
-    body = {
-        "step": report.step,
-        "objects_crc32": report.objects_crc32,
-        "file": shard.file,
-        "nbytes": shard.nbytes,
-        "tensors": {name: tensor_to_dict(entry) for name, entry in shard.tensors.items()},
-    }
-    _write(report_path(folder, index), body)
+def temporary_folder(folder: Path, step: int) -> Path:
+    """The folder of a save until it is committed."""
+    return step_folder(folder, step).with_suffix(".tmp")
 
 
-def write_failure(folder: Path, error: Exception, *, index: int) -> None:
-    """Write that a rank failed, so that the first rank does not wait for its report."""
-    _write(report_path(folder, index), {"error": str(error)[:2000]})
-
-
-def wait_for_reports(
-    folder: Path, size: int, *, timeout_s: float, is_cancelled: Callable[[], bool]
-) -> list[ShardReport]:
-    """The reports of all ranks, in their order, as soon as each has written one; the files are removed.
+def require_space(folder: Path, nbytes: int) -> None:
+    """Check that a file system has space for a checkpoint.
 
     Raises:
-        OSError: a rank failed to write, with its reason; or some did not finish in time.
+        OSError: ENOSPC, with the needed bytes.
     """
-    reports: dict[int, ShardReport] = {}
-    deadline, pause = time.monotonic() + timeout_s, POLL_S[0]
-    while len(reports) < size:
-        for index in range(size):
-            path = report_path(folder, index)
-            if index not in reports and path.is_file():
-                reports[index] = _read_report(path, index)
-                path.unlink()
-        if len(reports) == size:
-            break
-        if is_cancelled() or time.monotonic() > deadline:
-            missing = ", ".join(str(index) for index in range(size) if index not in reports)
-            raise OSError(0, f"rank {missing} of {size} did not finish writing within {timeout_s:g} s", str(folder))
-        time.sleep(pause)
-        pause = min(2 * pause, POLL_S[1])
-    return [reports[index] for index in range(size)]
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        text = f"{os.strerror(errno.ENOSPC)}: a checkpoint needs {nbytes:,} bytes"
+        raise OSError(errno.ENOSPC, text, str(folder))
 
 
-def report_path(folder: Path, index: int) -> Path:
-    """The report of a rank, in the folder of an unfinished save."""
-    return folder / f"written-{index:05d}.json"
+def start_writing(folder: Path, step: int, *, warned: set[Path]) -> Path:
+    """Make the temporary folder of a step, after removing leftovers of earlier writers.
+
+    A leftover that cannot be removed is one warning per entry of `warned`, which grows.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in leftovers(folder):
+        try_to_remove(leftover, warned=warned)
+    temporary = temporary_folder(folder, step)
+    if os.path.lexists(temporary):
+        os.rename(temporary, deleted_name(temporary))  # it holds files of others, which stay
+    temporary.mkdir()
+    return temporary
 
 
-def _write(path: Path, body: Mapping[str, Any]) -> None:
-    """Write a report; if that fails the save fails, and training continues."""
+def commit(folder: Path, step: int, *, text: str) -> Path:
+    """Write the manifest into the temporary folder and rename the folder to its final name.
+
+    Every shard is on the disk already; each fsync precedes the rename that relies on it.
+    """
+    temporary, final = temporary_folder(folder, step), step_folder(folder, step)
+    write_manifest(temporary, text)
+    if not os.path.lexists(final):
+        os.rename(temporary, final)
+        sync_folder(folder)
+        return final
+    # The same step again, after a rollback: the name must not be missing when this process is killed.
+    replaced = final.with_suffix(".replaced")
+    if swap_names(temporary, final):
+        sync_folder(folder)
+        os.rename(temporary, deleted_name(final))
+    else:
+        remove_unfinished(replaced)
+        if os.path.lexists(replaced):
+            os.rename(replaced, deleted_name(replaced))  # it holds files of others too
+        os.rename(final, replaced)  # from here to the next line it counts under this name
+        os.rename(temporary, final)
+        sync_folder(folder)
+    for leftover in leftovers(folder):
+        if step_of(leftover) == step:
+            remove_unfinished(leftover)
+    return final
+
+
+def write_manifest(folder: Path, text: str) -> None:
+    """Write the manifest of a folder whose shards are on the disk, and fsync both."""
+    path = folder / MANIFEST
     try:
-        write_bytes(path, json.dumps(body).encode())
-    except EnvironmentFault as error:
-        raise StorageFault(error.what, why=error.why, fix=error.fix) from None
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:  # a failed write names no file
+        needed = f": {len(text):,} bytes needed" if error.errno == errno.ENOSPC else ""
+        raise OSError(error.errno, f"{error.strerror}{needed}", str(path)) from None
+    sync_folder(folder)
 
 
-def _read_report(path: Path, index: int) -> ShardReport:
-    body = object_of(parse_json(path.read_bytes()), path.name)
-    if "error" in body:
-        raise OSError(0, f"rank {index} could not write: {text_of(body['error'], 'error')}", str(path.parent))
-    tensors = {name: tensor_from_dict(entry, name) for name, entry in object_of(body["tensors"], "tensors").items()}
-    shard = WrittenShard(text_of(body["file"], "file"), whole_number(body["nbytes"], "nbytes"), tensors)
-    return ShardReport(shard, whole_number(body["step"], "step"), whole_number(body["objects_crc32"], "objects_crc32"))
+def discard(folder: Path, step: int) -> None:
+    """Remove the temporary folder of a failed save; the next save removes what cannot be removed now."""
+    remove_unfinished(temporary_folder(folder, step))
+
+
+def set_aside_after(folder: Path, step: int) -> list[Path]:
+    """Rename the checkpoints of later steps, of which a run that resumes at `step` is not a continuation.
+
+    Otherwise a crash before the run has reached those steps would resume from them.
+
+    Raises:
+        EnvironmentFault: the folder cannot be written.
+    """
+    aside = []
+    for path in [path for path in step_entries(folder) if step_of(path) > step]:
+        names = (path.with_suffix(f".superseded-{number}") for number in count(1))
+        target = next(name for name in names if not os.path.lexists(name))
+        with disk_errors(path, fix="choose another folder with --run-dir"):
+            os.rename(path, target)
+        aside.append(target)
+    return aside
+
+
+def sync_folder(folder: Path) -> None:
+    """fsync a folder, so that its file names survive a power failure."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _inconsistent(what: str) -> CheckpointError:

@@ -101,8 +101,13 @@ def to_json(manifest: Manifest) -> str:
 
 
 @without_collection()
-def from_json(text: str, *, source: str = "the manifest") -> Manifest:
-    """Parse and check the output of `to_json`; `source` is its path, for errors.
+def from_json(text: str, *, source: str = "the manifest", is_shard: bool = False) -> Manifest:
+    """Parse and check the output of `to_json`.
+
+    Args:
+        text: the file.
+        source: its path, for errors.
+        is_shard: whether it is of the shard of one rank, which holds parts of tensors.
 
     Raises:
         DamagedCheckpoint: not JSON, not a manifest, its checksum does not match, or a field is not what it must be.
@@ -125,7 +130,7 @@ def from_json(text: str, *, source: str = "the manifest") -> Manifest:
             fix="load it with the nanotrain that wrote it, or update this one",
         )
     try:
-        return _manifest_of(body)
+        return _manifest_of(body, is_shard=is_shard)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"it has no field {error}" if isinstance(error, KeyError) else str(error)
         raise _unreadable(source, reason) from None
@@ -140,7 +145,7 @@ def damaged(what: str, *, why: str, path: Path | None = None) -> DamagedCheckpoi
     return DamagedCheckpoint(what, why=why, fix=fix)
 
 
-def _manifest_of(body: dict[str, Any]) -> Manifest:
+def _manifest_of(body: dict[str, Any], *, is_shard: bool) -> Manifest:
     files = {
         plain_file_name(name, "a name in files"): whole_number(size, f"files[{shown(name)}]")
         for name, size in object_of(body["files"], "files").items()
@@ -149,7 +154,7 @@ def _manifest_of(body: dict[str, Any]) -> Manifest:
         text_of(name, "a name in tensors"): tensor_from_dict(entry, f"tensors[{shown(name)}]")
         for name, entry in object_of(body["tensors"], "tensors").items()
     }
-    _check_sizes(tensors, files)
+    _check_sizes(tensors, files, is_shard=is_shard)
     return Manifest(
         step=whole_number(body["step"], "step"),
         files=files,
@@ -160,12 +165,12 @@ def _manifest_of(body: dict[str, Any]) -> Manifest:
     )
 
 
-def _check_sizes(tensors: Mapping[str, TensorEntry], files: Mapping[str, int]) -> None:
+def _check_sizes(tensors: Mapping[str, TensorEntry], files: Mapping[str, int], *, is_shard: bool) -> None:
     """Chunks fill their tensors and fit into their files: a reader never allocates more than is on the disk."""
     used = dict.fromkeys(files, 0)
     for name, entry in tensors.items():
         numel, held = math.prod(entry.shape), sum(chunk.box.numel for chunk in entry.chunks)
-        if numel != held:
+        if numel != held and not is_shard:
             raise ValueError(f"tensors[{shown(name)}] has {shown(numel)} elements, its pieces hold {held}")
         for chunk in entry.chunks:
             if chunk.file not in files:

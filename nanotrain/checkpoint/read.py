@@ -19,11 +19,10 @@ from typing import Any, Self
 
 import torch
 
-from nanotrain.checkpoint.checksum import crc32
 from nanotrain.checkpoint.manifest import MAX_DIMS, ChunkEntry, DamagedCheckpoint, Manifest, TensorEntry, damaged
 from nanotrain.checkpoint.plan import ChunkRead, plan_reads
 from nanotrain.checkpoint.store import read_manifest
-from nanotrain.checkpoint.write import file_threads, raw_bytes
+from nanotrain.checkpoint.write import crc32, file_threads, raw_bytes
 from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import SAFETENSORS_NAMES, TORCH_DTYPES
 from nanotrain.spec.boxes import TensorBox

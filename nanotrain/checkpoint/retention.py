@@ -1,16 +1,20 @@
-"""Which complete checkpoints are kept: the newest, and those at multiples of an interval; the others are deleted.
+"""Which complete checkpoints are kept, and removal of the others.
 
-SeenManifests   completeness of checkpoints whose manifests were read before
-keep_newest     after each save
-prune           `nanotrain checkpoint prune`
+keep_newest        after each save: the newest checkpoints, and those at multiples of an interval
+prune              `nanotrain checkpoint prune`
+try_to_remove      remove only the files that nanotrain writes into a folder, and the folder if no other is left
+
+A folder is renamed to step-00000050.deleted first, so that an interrupted removal leaves nothing that looks complete.
+Foreign files stay in that folder, with one warning.
 """
 
 import os
+import re
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 
 from nanotrain.checkpoint.manifest import NewerFormat
-from nanotrain.checkpoint.removal import deleted_name, try_to_remove, warn_once
 from nanotrain.checkpoint.store import (
     MANIFEST,
     NAMES,
@@ -21,6 +25,10 @@ from nanotrain.checkpoint.store import (
     step_of,
 )
 from nanotrain.errors import CheckpointError, EnvironmentFault
+from nanotrain.log import get_logger
+
+_OWN_FILE = re.compile(r"manifest\.json|shard-\d{5,}-of-\d{5,}\.safetensors|\.?written-\d{5,}\.json(\.\w+\.partial)?")
+log = get_logger(__name__)
 
 
 class SeenManifests:
@@ -56,8 +64,8 @@ def keep_newest(
 
     Checkpoints at steps that are a multiple of `keep_every` are kept too and not counted.
 
-    A folder is renamed first, so that an interrupted deletion leaves nothing that looks complete. A failed deletion is
-    one warning per entry of `warned`, since the save itself succeeded. `seen` spares reading manifests again.
+    A failed deletion is one warning per entry of `warned`, since the save itself succeeded. `seen` spares reading
+    manifests again.
     """
     if keep_last == 0:
         return
@@ -94,3 +102,46 @@ def prune(path: Path, keep_last: int, *, is_dry: bool = False) -> list[Path]:
         why = f"the warnings name the reasons; deleted: {gone}"
         raise EnvironmentFault(f"{', '.join(left)} could not be deleted", why=why, fix=f"make {folder} writable")
     return oldest
+
+
+def try_to_remove(path: Path, *, warned: set[Path]) -> None:
+    """Remove a folder of nanotrain, or a symbolic link itself; a failure is one warning per entry of `warned`."""
+    try:
+        _remove(path)
+    except OSError as error:
+        warn_once(path, error, warned=warned)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what a save leaves, as far as that works now; the next save tries again, with a warning."""
+    try_to_remove(path, warned={path})
+
+
+def warn_once(path: Path, error: OSError, *, warned: set[Path]) -> None:
+    """Warn that a path cannot be deleted, unless it is in `warned`; it is added."""
+    if path not in warned:
+        log.warning("could not delete the old checkpoint %s: %s", path, error.strerror or error)
+    warned.add(path)
+
+
+def deleted_name(path: Path) -> Path:
+    """A free name for a folder that is being deleted."""
+    names = (path.with_suffix(f".deleted{f'-{number}' if number > 1 else ''}") for number in count(1))
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():  # never what it points to
+        path.unlink()
+        return
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise OSError(0, "it is a file that nanotrain did not write")
+    for child in sorted(path.iterdir()):
+        if _OWN_FILE.fullmatch(child.name) and (child.is_symlink() or not child.is_dir()):
+            child.unlink()
+    foreign = sorted(child.name for child in path.iterdir())
+    if foreign:
+        raise OSError(0, f"it holds {foreign[0]}, which nanotrain did not write")
+    path.rmdir()

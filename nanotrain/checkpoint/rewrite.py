@@ -13,12 +13,11 @@ from pathlib import Path
 
 import torch
 
-from nanotrain.checkpoint import store
-from nanotrain.checkpoint.commit import merge_reports, report_of
+from nanotrain.checkpoint import commit, store
 from nanotrain.checkpoint.compatibility import kind_of
 from nanotrain.checkpoint.manifest import Manifest, TensorEntry, to_json
 from nanotrain.checkpoint.read import read_box
-from nanotrain.checkpoint.removal import remove_unfinished
+from nanotrain.checkpoint.retention import remove_unfinished
 from nanotrain.checkpoint.write import ChunkWrite, shard_name, write_shard
 from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import TORCH_DTYPES
@@ -90,10 +89,9 @@ def write_checkpoint(
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
-        store.require_space(temporary, sum(tensor.nbytes for tensor in tensors.values()))
-        shard = write_shard(temporary / shard_name(0, 1), tensors, read=read)
-        complete = merge_reports(manifest, [report_of(shard, manifest)])
-        store.write_manifest(temporary, to_json(complete))
+        commit.require_space(temporary, sum(tensor.nbytes for tensor in tensors.values()))
+        shard = write_shard(temporary / shard_name(0, 1), tensors, manifest=manifest, read=read)
+        commit.write_manifest(temporary, to_json(commit.merge_shards(manifest, [shard])))
         os.rename(temporary, output)
     except OSError as error:
         raise disk_fault(error, output, fix="name another folder") from None

@@ -71,7 +71,7 @@ def diff(argv: Sequence[str]) -> int:
     parser.add_argument("first", type=Path, help=PATH_HELP)
     parser.add_argument("second", type=Path, help=PATH_HELP)
     args = parser.parse_args(argv)
-    from nanotrain.checkpoint.difference import diff as diff_checkpoints
+    from nanotrain.checkpoint.report import diff as diff_checkpoints
 
     outcome = diff_checkpoints(args.first, args.second)
     print(outcome.text())

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from nanotrain.checkpoint.compatibility import has_weights_alone
+from nanotrain.checkpoint.compatibility import fit_padding, has_weights_alone, vocabulary_rows
 from nanotrain.checkpoint.manifest import Manifest
-from nanotrain.checkpoint.padding import fit_padding, vocabulary_rows
 from nanotrain.checkpoint.plan import plan_reads
 from nanotrain.checkpoint.read import read_chunks, read_global_tensors, require_tensor
 from nanotrain.checkpoint.store import find_manifest

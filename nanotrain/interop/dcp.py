@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from nanotrain.checkpoint.commit import require_space
 from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.checkpoint.read import read_box
-from nanotrain.checkpoint.store import find_manifest, require_space
+from nanotrain.checkpoint.store import find_manifest
 from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.runs.files import disk_fault

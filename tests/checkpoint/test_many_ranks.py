@@ -125,10 +125,10 @@ def _write_nothing_of_rank_1(ctx: ParallelContext) -> None:
     """Rank 1 can write neither its shard nor, at its end, why; ranks are threads, so the first one patches for both."""
     real = checkpointer_module.write_shard
 
-    def write_shard(path: Path, *args: Any) -> Any:
+    def write_shard(path: Path, *args: Any, **options: Any) -> Any:
         if path.name.startswith("shard-00001"):
             _full()
-        return real(path, *args)
+        return real(path, *args, **options)
 
     def write_failure(folder: Path, error: Exception, *, index: int) -> None:
         raise StorageFault("the report cannot be written either")

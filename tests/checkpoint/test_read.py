@@ -9,8 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from nanotrain.checkpoint import store
-from nanotrain.checkpoint.commit import merge_entries
+from nanotrain.checkpoint import commit, store
 from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, to_json
 from nanotrain.checkpoint.plan import plan_reads
 from nanotrain.checkpoint.read import ShardFile, read_chunks, read_global_tensors
@@ -35,11 +34,11 @@ def random_shares(data: st.DataObject, tensors: dict[str, torch.Tensor], *, size
 
 def write(folder: Path, step: int, *, shares: Shares) -> Path:
     """`Checkpointer.save` for many ranks, one after the other."""
-    temporary = store.start_writing(folder, step, warned=set())
-    written = [write_shard(temporary / shard_name(i, len(shares)), share) for i, share in enumerate(shares)]
-    files = {shard.file: shard.nbytes for shard in written if shard.nbytes}
-    manifest = Manifest(step, files, merge_entries([shard.tensors for shard in written]), {}, {}, {})
-    return store.commit(folder, step, text=to_json(manifest))
+    temporary = commit.start_writing(folder, step, warned=set())
+    none = Manifest(step, {}, {}, objects={}, config={}, topology={})
+    names = [temporary / shard_name(index, len(shares)) for index in range(len(shares))]
+    shards = [write_shard(name, share, manifest=none) for name, share in zip(names, shares, strict=True)]
+    return commit.commit(folder, step, text=to_json(commit.merge_shards(none, shards)))
 
 
 @settings(max_examples=40)

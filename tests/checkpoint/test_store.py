@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanotrain.checkpoint import store
+from nanotrain.checkpoint import commit, store
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.manifest import DamagedCheckpoint, NewerFormat
 from nanotrain.checkpoint.read import ShardFile
@@ -264,10 +264,10 @@ def test_what_a_rename_relies_on_is_on_the_disk_before_it(tmp_path: Path, monkey
         calls.append(f"rename {source.name} {target.name}")
         rename(source, target)
 
-    store.start_writing(tmp_path, 7, warned=set())
+    commit.start_writing(tmp_path, 7, warned=set())
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "rename", noted_rename)
-    store.commit(tmp_path, 7, text="{}")
+    commit.commit(tmp_path, 7, text="{}")
     assert calls == [
         *("fsync manifest.json", "fsync step-00000007.tmp"),
         *("rename step-00000007.tmp step-00000007", f"fsync {tmp_path.name}"),
@@ -299,8 +299,8 @@ def test_a_step_that_is_saved_again_exists_at_every_point(
 
         return call
 
-    real = store.swap_names if can_swap else lambda first, second: False
-    monkeypatch.setattr(store, "swap_names", killed("swap", real))
+    real = commit.swap_names if can_swap else lambda first, second: False
+    monkeypatch.setattr(commit, "swap_names", killed("swap", real))
     for name in ("rename", "rmdir"):
         monkeypatch.setattr(os, name, killed(name, getattr(os, name)))
     again = checkpointer(tmp_path)
@@ -329,9 +329,9 @@ def test_a_run_that_goes_back_sets_later_checkpoints_aside(tmp_path: Path) -> No
     folder = tmp_path / "checkpoints"
     kept = [save(tmp_path, step) for step in (10, 20, 30)][1]
 
-    aside = store.set_aside_after(folder, 20)
+    aside = commit.set_aside_after(folder, 20)
 
     assert [path.name for path in aside] == ["step-00000030.superseded-1"]
     assert store.newest_complete(folder) == kept
     save(tmp_path, 30)
-    assert [path.name for path in store.set_aside_after(folder, 20)] == ["step-00000030.superseded-2"]
+    assert [path.name for path in commit.set_aside_after(folder, 20)] == ["step-00000030.superseded-2"]

@@ -9,9 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from nanotrain.checkpoint import plan
-from nanotrain.checkpoint.write import plan_writes, write_shard
+from nanotrain.checkpoint.manifest import Manifest
+from nanotrain.checkpoint.write import crc32, plan_writes, write_shard
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.spec.boxes import Box, TensorBox
+
+MANIFEST = Manifest(3, {}, {}, objects={}, config={}, topology={})
 
 
 def test_any_dtype_and_strides_are_written_as_safetensors_reads_them(tmp_path: Path) -> None:
@@ -19,9 +22,9 @@ def test_any_dtype_and_strides_are_written_as_safetensors_reads_them(tmp_path: P
         TensorBox.full(f"model/{name}", (3, 2)): torch.arange(6).reshape(2, 3).t().to(dtype)
         for name, dtype in TORCH_DTYPES.items()
     }
-    shard = write_shard(tmp_path / "a.safetensors", tensors)
+    shard = write_shard(tmp_path / "a.safetensors", tensors, manifest=MANIFEST)
 
-    assert shard.nbytes == (tmp_path / "a.safetensors").stat().st_size
+    assert shard.files["a.safetensors"] == (tmp_path / "a.safetensors").stat().st_size
     loaded = load_file(tmp_path / "a.safetensors")
     for box, tensor in tensors.items():
         (chunk,) = shard.tensors[box.name].chunks
@@ -33,7 +36,7 @@ def test_any_dtype_and_strides_are_written_as_safetensors_reads_them(tmp_path: P
 def test_the_bytes_begin_at_a_multiple_of_eight_after_a_header_of_any_length(tmp_path: Path) -> None:
     for length in range(1, 9):
         path = tmp_path / f"{length}.safetensors"
-        write_shard(path, {TensorBox.full("model/" + "a" * length, (1,)): torch.ones(1)})
+        write_shard(path, {TensorBox.full("model/" + "a" * length, (1,)): torch.ones(1)}, manifest=MANIFEST)
         assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
 
 
@@ -45,9 +48,9 @@ def test_a_write_that_stops_short_goes_on_and_the_whole_file_is_synced(
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_size))
     tensor = torch.arange(40)
 
-    shard = write_shard(tmp_path / "a.safetensors", {TensorBox.full("model/a", (40,)): tensor})
+    shard = write_shard(tmp_path / "a.safetensors", {TensorBox.full("model/a", (40,)): tensor}, manifest=MANIFEST)
 
-    assert synced == [shard.nbytes]
+    assert synced == [shard.files["a.safetensors"]]
     assert torch.equal(load_file(tmp_path / "a.safetensors")["model/a@0:40"], tensor)
 
 
@@ -64,9 +67,11 @@ def test_large_boxes_are_split_and_keys_name_global_coordinates(monkeypatch: pyt
 
 
 def test_a_rank_without_elements_makes_no_file_and_lists_its_tensors(tmp_path: Path) -> None:
-    shard = write_shard(tmp_path / "a.safetensors", {TensorBox.full("model/empty", (0, 4)): torch.empty(0, 4)})
+    shard = write_shard(
+        tmp_path / "a.safetensors", {TensorBox.full("model/empty", (0, 4)): torch.empty(0, 4)}, manifest=MANIFEST
+    )
 
-    assert shard.nbytes == 0 and not list(tmp_path.iterdir())
+    assert not shard.files and not list(tmp_path.iterdir())
     assert shard.tensors["model/empty"].shape == (0, 4) and shard.tensors["model/empty"].chunks == ()
 
 
@@ -74,4 +79,15 @@ def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"x")
 
     with pytest.raises(FileExistsError):
-        write_shard(tmp_path / "a.safetensors", {TensorBox.full("model/a", (1,)): torch.ones(1)})
+        write_shard(tmp_path / "a.safetensors", {TensorBox.full("model/a", (1,)): torch.ones(1)}, manifest=MANIFEST)
+
+
+def test_the_checksum_is_zlibs():
+    for size in (0, 1, 1000, 100_000):
+        data = os.urandom(size)
+        assert crc32(memoryview(data)) == zlib.crc32(data)
+
+
+def test_isal_computes_it_where_it_is_installed():
+    isal_zlib = pytest.importorskip("isal.isal_zlib")
+    assert crc32 is isal_zlib.crc32

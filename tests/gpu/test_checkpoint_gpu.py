@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanotrain.checkpoint.background import StagingBuffers
 from nanotrain.checkpoint.checkpointer import Checkpointer
-from nanotrain.checkpoint.stage import StagingBuffers
 from nanotrain.comm.group import Group
 from nanotrain.spec.boxes import TensorBox
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from nanotrain.checkpoint.all_ranks import StorageFault, storage_fault
 from nanotrain.checkpoint.checkpointer import Checkpointer
-from nanotrain.checkpoint.store import set_aside_after
+from nanotrain.checkpoint.commit import set_aside_after
 from nanotrain.config.schema import to_dict
 from nanotrain.errors import NanotrainError
 from nanotrain.log import get_logger

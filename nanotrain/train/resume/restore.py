@@ -15,9 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
-from nanotrain.checkpoint.compatibility import has_weights_alone, weights_alone
+from nanotrain.checkpoint.compatibility import has_weights_alone, vocabulary_rows, weights_alone
 from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
-from nanotrain.checkpoint.padding import vocabulary_rows
 from nanotrain.config.config import Config
 from nanotrain.config.schema import to_dict
 from nanotrain.log import get_logger

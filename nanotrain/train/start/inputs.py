@@ -7,7 +7,7 @@ rank per machine, under a file lock; the others wait for it.
 
 `--use-checkpoint-args` takes the model section from the checkpoint that a run starts from, as in Megatron-LM. Every
 rank reads it, before process groups exist, since their layout and the memory of a rank follow from it: but only the
-first lines of the manifest (checkpoint/head.py). All ranks read the same lines. A checkpoint that turns out to be
+first lines of the manifest (`store.saved_config`). All ranks read the same lines. A checkpoint that turns out to be
 damaged when it is loaded is replaced by an older one of the same run, which has the same model.
 """
 
@@ -19,12 +19,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanotrain.checkpoint.head import saved_config
 from nanotrain.checkpoint.store import (
     checkpoint_to_resume,
     find_checkpoint,
     find_manifest,
     named_checkpoint,
+    saved_config,
     step_entries,
 )
 from nanotrain.config.config import Config, DataConfig

@@ -81,10 +81,10 @@ def weights_of(run) -> list[torch.Tensor]:
 def test_saves_in_the_background_hold_the_same_bits_and_the_last_is_waited_for(tmp_path, monkeypatch):
     real, slow = checkpointer.write_shard, []
 
-    def write_slowly(path, tensors):
+    def write_slowly(path, tensors, **options):
         slow.append(path.parent.name)
         time.sleep(0.05)  # longer than a step, which overwrites the weights that are being written
-        return real(path, tensors)
+        return real(path, tensors, **options)
 
     for name, flags in (("plain", ()), ("background", ("--async-save",))):
         with small_run(tmp_path / name, "--train-iters", "6", "--save-interval", "2", *flags) as run:

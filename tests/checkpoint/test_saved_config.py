@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nanotrain.checkpoint.head import saved_config
 from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, TensorEntry, to_json
+from nanotrain.checkpoint.store import saved_config
 from nanotrain.spec.boxes import Box
 from nanotrain.untrusted import BLOCK_BYTES, read_file
 
