@@ -24,7 +24,7 @@ from nanotrain.interop.hf.families import FAMILIES, load_families, model_from_hf
 from nanotrain.optim.lr import LR_DECAYS
 from nanotrain.optim.optimizers import OPTIMIZERS
 from nanotrain.optim.rule import ParamRange, UpdateRule, UpdateStep
-from nanotrain.parallel.cp.attention import CORE_ATTENTIONS, SDPAttention
+from nanotrain.parallel.cp import CORE_ATTENTIONS, SDPAttention
 from nanotrain.parallel.cp.split import join_shards, local_chunks
 from nanotrain.parallel.pp.actions import PipelineShape, Schedule, forward, full_backward
 from nanotrain.parallel.pp.schedules import SCHEDULES

@@ -1,6 +1,14 @@
-"""`AttentionCall`: attention of queries to keys of full sequences, planned once per microbatch for all layers.
+"""The protocols of attention, and `AttentionCall`: what a kernel computes, planned once per microbatch for all layers.
 
-Kernels are functions of query, key and value; they read masks and positions from the call.
+    CoreAttention     what a layer calls: query, key, value of this rank's tokens
+    AttentionKernel   a row of backends.py: a function of query, key, value and an AttentionCall
+    AttentionCall     attention of some queries to keys of full sequences
+    TileKernel        the kernel that computes every call, in tiles
+    LogitObserver     what a core attention calls with queries and keys that attend to each other
+    largest_logits    the largest logits of them
+
+Kernels return no logits, so for QK-clip the scores are computed once more, a block of queries at a time: one of the two
+matrix products of a forward, without gradients.
 
     B batch   S sequence   N query heads   G key/value heads   Q queries   K keys   D, Dv head dims
 """
@@ -12,17 +20,66 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nanotrain.attention.max_logits import LogitObserver
-from nanotrain.attention.scores import ScoreOptions
-from nanotrain.attention.tile_attention import attend_tiles
-from nanotrain.attention.tiles import LocalChunk, Spans, Tile, TilePlan, plan_chunks
+from nanotrain.attention.chunks import AttentionChunk, ScoreOptions
+from nanotrain.attention.tiles import LocalChunk, Spans, Tile, TilePlan, attend_tiles, plan_chunks
 from nanotrain.comm.autograd import eager
+
+BLOCK_NUMEL = 2**24  # scores at once: 64 MiB in fp32
+
+
+class LogitObserver(Protocol):
+    """Called by a core attention with queries and keys."""
+
+    def __call__(self, chunk: AttentionChunk, *, first_head: int = 0) -> None:
+        """Observe queries and keys; `first_head` is the index on this rank of the first of the chunk's query heads."""
+        ...
+
+
+class CoreAttention(Protocol):
+    """Causal softmax attention over sequences sharded across a cp group."""
+
+    def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None) -> Any:
+        """Prepare the attention mask, once per microbatch for all layers.
+
+        Args:
+            segment_ids: [B, S] integers of the full sequences in host memory, equal within a segment; None if
+                attention crosses segments.
+            tokens: [B, S / cp], the tokens of this rank.
+            window: earlier keys that a query attends to; None for all of them.
+
+        Returns:
+            The `mask` argument of `__call__`, in a form private to the backend.
+        """
+        ...
+
+    def __call__(
+        self,
+        query: Tensor,
+        *,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        observe: LogitObserver | None = None,
+        scores: ScoreOptions | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [B, S / cp, N, D].
+            key: [B, S / cp, G, D]; N is a multiple of G.
+            value: [B, S / cp, G, Dv].
+            mask: the result of `plan_mask` for this microbatch.
+            observe: called with all queries and keys that attend to each other, in parts; used to track logits.
+            scores: softcap, sink and dropout; None if the model has none of them.
+
+        Returns:
+            [B, S / cp, N, Dv].
+        """
+        ...
 
 
 class AttentionKernel(Protocol):
     """A function that computes a call."""
-
-    takes_scores: bool  # whether it computes softcap, sink and dropout
 
     def __call__(
         self, query: Tensor, *, key: Tensor, value: Tensor, call: "AttentionCall", scores: ScoreOptions | None
@@ -91,17 +148,44 @@ class AttentionCall:
                 inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
                 for tile in self.tiles.tiles:
                     observe(self.tiles.chunk(tile, inputs, scores=None))
-        kernel = self.kernel if scores is None or self.kernel.takes_scores else TileKernel()
-        return kernel(query, key=key, value=value, call=self, scores=scores)
+        return self.kernel(query, key=key, value=value, call=self, scores=scores)
 
 
 class TileKernel:
     """Tiles without masks or with small ones (tiles.py)."""
-
-    takes_scores = True
 
     def __call__(
         self, query: Tensor, *, key: Tensor, value: Tensor, call: AttentionCall, scores: ScoreOptions | None
     ) -> Tensor:
         """Attend tile by tile."""
         return attend_tiles(query, key=key, value=value, plan=call.tiles, scores=scores)
+
+
+@torch.no_grad()
+def largest_logits(chunk: AttentionChunk, *, block_numel: int = BLOCK_NUMEL) -> Tensor:
+    """The largest scaled and unmasked score of each head: [N] fp32, minus infinity for a head without any.
+
+    The products have the dtype of the queries: in bf16 a logit is exact to 2^-9.
+    """
+    batch, num_heads, num_queries, _ = chunk.query.shape
+    num_groups, num_keys = chunk.key.shape[1:3]
+    grouped = chunk.query.unflatten(1, (num_groups, -1))  # [B, G, N / G, Q, D]
+    largest = grouped.new_full((num_heads,), -torch.inf, dtype=torch.float32)
+    length = max(1, block_numel // (batch * num_heads * num_keys))
+    for start in range(0, num_queries, length):
+        stop = min(start + length, num_queries)
+        keys = chunk.key[:, :, :stop] if chunk.is_causal else chunk.key
+        scores = (grouped[:, :, :, start:stop].flatten(2, 3) @ keys.mT).unflatten(2, (-1, stop - start))
+        mask = _mask(chunk, start=start, stop=stop)
+        if mask is not None:
+            scores.masked_fill_(~mask, -torch.inf)
+        torch.maximum(largest, scores.amax((0, 3, 4)).flatten().float() * chunk.scale, out=largest)
+    return largest
+
+
+def _mask(chunk: AttentionChunk, *, start: int, stop: int) -> Tensor | None:
+    """A mask that broadcasts to [B, G, N / G, stop - start, K], True where queries [start, stop) may attend."""
+    if chunk.is_causal:
+        positions = torch.arange(stop, device=chunk.query.device)
+        return positions[start:, None] >= positions
+    return None if chunk.mask is None else chunk.mask[:, :, None, start:stop]

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanotrain.attention.call import AttentionCall
-from nanotrain.attention.scores import ScoreOptions
+from nanotrain.attention.chunks import ScoreOptions
 from nanotrain.attention.tiles import on_device
 
 BLOCK = 128  # queries and keys of a block, the default of FlexAttention
@@ -87,8 +87,6 @@ def _attend(device_type: str) -> Callable[..., Any]:
 
 class FlexKernel:
     """FlexAttention with the block mask of the call; sinks follow from its log-sum-exp."""
-
-    takes_scores = True
 
     def __call__(
         self, query: Tensor, *, key: Tensor, value: Tensor, call: AttentionCall, scores: ScoreOptions | None

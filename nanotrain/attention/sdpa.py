@@ -17,11 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanotrain.attention.call import AttentionCall, AttentionKernel, TileKernel
-from nanotrain.attention.max_logits import LogitObserver
-from nanotrain.attention.scores import ScoreOptions
-from nanotrain.attention.tile_attention import attend_tiles
-from nanotrain.attention.tiles import Spans
+from nanotrain.attention.call import AttentionCall, AttentionKernel, LogitObserver, TileKernel
+from nanotrain.attention.chunks import ScoreOptions
+from nanotrain.attention.tiles import Spans, attend_tiles
 
 
 def attend(
@@ -82,17 +80,15 @@ def restricted(backend: str | None) -> AbstractContextManager[None]:
 
 
 class SdpaKernel:
-    """`attend` if it can compute a call, else tiles.
+    """`attend` for plain causal attention, tiles for other calls.
 
-    On the CPU `attend` would need a dense mask for fewer queries than keys, so tiles compute them.
+    On the CPU `attend` would need a dense mask for fewer queries than keys, so tiles compute these too.
 
     Args:
         backend: the kernel of SDPA on a GPU, by its name in `SDPBackend`; None where torch selects it.
         repeats_heads: of key and value, for kernels without grouped queries.
         pads_values: on GPUs, for kernels of one head dim.
     """
-
-    takes_scores = False
 
     def __init__(self, backend: str | None = None, *, repeats_heads: bool = False, pads_values: bool = False) -> None:
         self.backend, self.repeats_heads, self.pads_values = backend, repeats_heads, pads_values
@@ -106,7 +102,7 @@ class SdpaKernel:
         self, query: Tensor, *, key: Tensor, value: Tensor, call: AttentionCall, scores: ScoreOptions | None
     ) -> Tensor:
         """Attend."""
-        if call.is_causal and (call.queries == call.keys or query.is_cuda):
+        if scores is None and call.is_causal and (call.queries == call.keys or query.is_cuda):
             return self.attend(query, key=key, value=value)
         return TileKernel()(query, key=key, value=value, call=call, scores=scores)
 
@@ -117,8 +113,6 @@ class DenseKernel:
     Args:
         backend: the kernel of SDPA, as of `SdpaKernel`.
     """
-
-    takes_scores = True
 
     def __init__(self, backend: str | None = None) -> None:
         self.backend = backend

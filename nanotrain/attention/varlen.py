@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanotrain.attention.call import AttentionCall
-from nanotrain.attention.scores import ScoreOptions
+from nanotrain.attention.chunks import ScoreOptions
 from nanotrain.attention.tiles import on_device
 
 
@@ -79,13 +79,13 @@ class _Packed:
 class VarlenKernel:
     """Causal attention inside documents, and inside a window of them."""
 
-    takes_scores = False
-
     def __call__(
         self, query: Tensor, *, key: Tensor, value: Tensor, call: AttentionCall, scores: ScoreOptions | None
     ) -> Tensor:
         """Attend to packed documents."""
         from torch.nn.attention.varlen import varlen_attn  # not in every version that the package runs with
+
+        assert scores is None, "the table of backends sends softcap, sinks and dropout elsewhere"
 
         packed: _Packed | None = call.kernel_plans.get("varlen")
         if packed is None:

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field, replace
 
+from nanotrain.attention.call import CoreAttention
 from nanotrain.attention.sdpa import SDPAttention
 from nanotrain.comm.group import Group
 from nanotrain.memory.recompute import Recompute
-from nanotrain.parallel.cp.attention import CoreAttention
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.topology.groups import GroupName
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanotrain.attention.chunk_attention import AttentionChunk
-from nanotrain.attention.max_logits import largest_logits
+from nanotrain.attention.call import largest_logits
+from nanotrain.attention.chunks import AttentionChunk
 from nanotrain.comm.autograd import eager
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.router_stats import StatefulModule

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanotrain.attention.scores import ScoreOptions, WeightDropout
+from nanotrain.attention.chunks import ScoreOptions, WeightDropout
 from nanotrain.config.config import ModelConfig, SoftmaxType
 from nanotrain.model.context import LayerContext
 from nanotrain.model.dropout import DropoutPlace

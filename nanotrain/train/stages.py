@@ -13,7 +13,7 @@ from nanotrain.memory.recompute import Recompute
 from nanotrain.model.fp8 import fp8_options, layers_in_bf16
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.transformer import Stage
-from nanotrain.parallel.cp.attention import build_core_attention
+from nanotrain.parallel.cp import build_core_attention
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.options import DataParallelOptions, ReduceGroups
 from nanotrain.parallel.pp.executor import RunnableStage

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from nanotrain.attention import flex
 from nanotrain.attention.call import AttentionCall, TileKernel
+from nanotrain.attention.chunks import ScoreOptions
 from nanotrain.attention.flex import FlexKernel, build_block_mask, plan_blocks
-from nanotrain.attention.scores import ScoreOptions
 from nanotrain.attention.tiles import Spans
 from tests.parallel.cp.sequences import Shape, full_mask, random_inputs, segments
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanotrain.attention.backends import BACKENDS
-from nanotrain.attention.chunk_attention import (
+from nanotrain.attention.chunks import (
     EAGER,
     FUSED,
     AttentionChunk,
@@ -15,7 +15,7 @@ from nanotrain.attention.chunk_attention import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-FUSED_CUDA = FUSED["cuda", False, True]
+FUSED_CUDA = FUSED["cuda"]
 
 
 def distance(tensor: torch.Tensor, expected: torch.Tensor) -> float:

@@ -20,7 +20,7 @@ from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import RotaryTables
-from nanotrain.parallel.cp.attention import build_core_attention
+from nanotrain.parallel.cp import build_core_attention
 from nanotrain.parallel.cp.split import zigzag_chunks
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.spec.counts import num_parameters

@@ -14,7 +14,7 @@ from nanotrain.config.load import load
 from nanotrain.config.schema import KEYS, flat_values, value_of, with_values
 from nanotrain.config.validate import check_layout, check_model, validate_for_world
 from nanotrain.errors import ConfigError, TopologyError
-from nanotrain.parallel.cp.attention import CORE_ATTENTIONS
+from nanotrain.parallel.cp import CORE_ATTENTIONS
 from nanotrain.parallel.pp.schedules import SCHEDULES
 from nanotrain.parity.shrink import LEFT_OUT, left_out, on_one_rank, shrink
 from nanotrain.spec.counts import num_parameters

@@ -1,4 +1,44 @@
 """Context parallelism: sequences sharded over the cp group, and the core attentions that work on such shards.
 
+    split.py        zigzag sharding of sequences and microbatches
+    all_gather.py   all-gather of keys and values
+    ring.py         ring attention
+    ulysses.py      all-to-all from sequence-sharded to head-sharded tensors
+
+CORE_ATTENTIONS        the only list of core attentions, by their value of --cp-comm-type
+build_core_attention   the core attention of a group
+
 Projections, RoPE and masks of the model are in `nanotrain.model`; which tokens a batch holds is `nanotrain.data`.
 """
+
+from collections.abc import Callable
+
+from nanotrain.attention.call import CoreAttention
+from nanotrain.attention.sdpa import LayerKernels, SDPAttention
+from nanotrain.comm.group import Group
+from nanotrain.config.schema import check_choice
+from nanotrain.parallel.cp.all_gather import AllGatherAttention
+from nanotrain.parallel.cp.ring import RingAttention
+from nanotrain.parallel.cp.ulysses import UlyssesAttention
+
+CORE_ATTENTIONS: dict[str, Callable[[Group, LayerKernels], CoreAttention]] = {
+    "allgather": AllGatherAttention,
+    "p2p": RingAttention,
+    "a2a": UlyssesAttention,
+}
+
+
+def build_core_attention(comm_type: str, group: Group, *, kernels: LayerKernels | None = None) -> CoreAttention:
+    """Build the core attention of a cp group.
+
+    Args:
+        comm_type: key of CORE_ATTENTIONS; a group of one rank needs none of them.
+        group: the cp group.
+        kernels: of the layers; None for SDPA and tiles.
+
+    Raises:
+        ConfigError: `comm_type` is not a key of CORE_ATTENTIONS.
+    """
+    check_choice("cp_comm_type", comm_type, known=CORE_ATTENTIONS)
+    kernels = kernels or LayerKernels()
+    return SDPAttention(kernels) if group.size == 1 else CORE_ATTENTIONS[comm_type](group, kernels)

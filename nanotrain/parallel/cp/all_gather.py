@@ -18,9 +18,8 @@ flash kernels, which take no dense mask. The CPU computes a tile of the keys bef
 import torch
 from torch import Tensor
 
-from nanotrain.attention.call import AttentionCall
-from nanotrain.attention.max_logits import LogitObserver
-from nanotrain.attention.scores import ScoreOptions
+from nanotrain.attention.call import AttentionCall, LogitObserver
+from nanotrain.attention.chunks import ScoreOptions
 from nanotrain.attention.sdpa import LayerKernels
 from nanotrain.attention.tiles import Spans
 from nanotrain.comm.autograd import gather_along

@@ -27,12 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanotrain.attention.chunk_attention import AttentionResult, accumulate_dtype
-from nanotrain.attention.max_logits import LogitObserver
-from nanotrain.attention.scores import ScoreOptions, add_sink, sink_grad
+from nanotrain.attention.call import LogitObserver
+from nanotrain.attention.chunks import AttentionResult, ScoreOptions, accumulate_dtype, add_sink, sink_grad
 from nanotrain.attention.sdpa import LayerKernels
-from nanotrain.attention.tile_attention import forward_tiles, tile_gradients
-from nanotrain.attention.tiles import LocalChunk, Spans, Tile, TilePlan, plan_chunks
+from nanotrain.attention.tiles import LocalChunk, Spans, Tile, TilePlan, forward_tiles, plan_chunks, tile_gradients
 from nanotrain.comm.autograd import eager
 from nanotrain.comm.group import Group
 from nanotrain.comm.send_recv import start_ring_send_recv

@@ -21,9 +21,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from nanotrain.attention.call import AttentionCall
-from nanotrain.attention.max_logits import LogitObserver
-from nanotrain.attention.scores import ScoreOptions
+from nanotrain.attention.call import AttentionCall, LogitObserver
+from nanotrain.attention.chunks import ScoreOptions
 from nanotrain.attention.sdpa import LayerKernels, SDPAttention
 from nanotrain.comm.all_to_all import all_to_all
 from nanotrain.comm.group import Group

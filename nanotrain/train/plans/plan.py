@@ -26,7 +26,7 @@ from nanotrain.optim.muon import SCALAR_RULES
 from nanotrain.optim.optimizers import OPTIMIZERS
 from nanotrain.optim.rule import UpdateRule
 from nanotrain.optim.state import ShardPart, host_fraction, split_shard, state_bytes
-from nanotrain.parallel.cp.attention import CORE_ATTENTIONS
+from nanotrain.parallel.cp import CORE_ATTENTIONS
 from nanotrain.parallel.dp.layout import BufferLayout, LayoutRules, plan_layout
 from nanotrain.parallel.dp.options import MAX_FULL_BUCKETS, STRATEGIES, DataParallelOptions
 from nanotrain.parallel.pp.actions import PipelineShape

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanotrain.comm.group import Group
-from nanotrain.parallel.cp.attention import CoreAttention, build_core_attention
+from nanotrain.parallel.cp import CoreAttention, build_core_attention
 from nanotrain.parallel.cp.split import local_chunks
 
 

@@ -5,11 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanotrain.attention import tile_attention
-from nanotrain.attention.chunk_attention import ChunkGradients
+from nanotrain.attention.chunks import ChunkGradients
 from nanotrain.attention.tiles import Tile, TilePlan
 from nanotrain.comm.group import Group
-from nanotrain.parallel.cp import ring
-from nanotrain.parallel.cp.attention import build_core_attention
+from nanotrain.parallel.cp import build_core_attention, ring
 from nanotrain.parallel.cp.ring import RingAttention, plan_ring
 from nanotrain.parallel.cp.split import local_positions
 from tests.harness import ranks

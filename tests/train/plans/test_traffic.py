@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from nanotrain.parallel.cp.attention import CORE_ATTENTIONS, build_core_attention
+from nanotrain.parallel.cp import CORE_ATTENTIONS, build_core_attention
 from nanotrain.parallel.dp.units import GatherOrder
 from nanotrain.parallel.pp.actions import ActionKind
 from nanotrain.train.plans.traffic import ATTENTION_BYTES, AttentionShape, step_gathers

@@ -1,22 +1,34 @@
 """Merged chunks of attention are attention to all keys, by torch's fused operator and by the eager form."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from nanotrain.attention.chunk_attention import (
+from nanotrain.attention import chunks as chunk_attention
+from nanotrain.attention.chunks import (
     EAGER,
     FUSED,
     AttentionChunk,
     AttentionOps,
     AttentionResult,
+    ScoreOptions,
+    WeightDropout,
     chunk_backward,
     chunk_forward,
     merge_log_sum_exp,
 )
+from nanotrain.attention.sdpa import SDPAttention
+from nanotrain.kernels.dropout import sample_words
+from nanotrain.parallel.cp import CORE_ATTENTIONS, build_core_attention
+from nanotrain.parallel.cp.split import local_chunks
+from tests.harness import ranks
+from tests.parallel.cp.sequences import Shape, full_mask, random_inputs, segments
 
-FUSED_CPU = FUSED["cpu", False, False]
+FUSED_CPU = FUSED["cpu"]
 OPS = {"fused": FUSED_CPU, "eager": EAGER}
 
 
@@ -112,3 +124,76 @@ def test_gradients_of_shared_heads_are_summed_in_fp32():
     chunk = AttentionChunk(query, key, value, None, is_causal=False, scale=0.3)
     gradients = chunk_backward(chunk, chunk_forward(chunk), grad=torch.ones_like(query))
     assert gradients.key.dtype is gradients.value.dtype is torch.float32
+
+
+SHAPE = Shape(heads=4, groups=2, length=16)
+WORDS = sample_words(3, torch.arange(SHAPE.batch))
+ALL = ScoreOptions(torch.linspace(-1, 2, SHAPE.heads).double(), 1.5, WeightDropout(WORDS, 0.3, first_head=8))
+CASES = {
+    "sink": ScoreOptions(ALL.sink),
+    "bound": ScoreOptions(softcap=1.5),
+    "dropout": ScoreOptions(dropout=ALL.dropout),
+    "all": ALL,
+}
+
+
+def formula(inputs: list[Tensor], mask: Tensor, options: ScoreOptions, sink: Tensor | None) -> Tensor:
+    query, key, value = (x.transpose(1, 2) for x in inputs)
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    if options.softcap is not None:
+        scores = options.softcap * (scores / options.softcap).tanh()
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sink is not None:
+        scores = torch.cat((scores, sink[:, None, None].expand(*scores.shape[:3], 1)), -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]]
+    if options.dropout is not None:
+        positions = torch.arange(key.shape[2])
+        weights = weights * replace(options.dropout, queries=positions, keys=positions).factors(
+            weights.shape[1], weights.dtype
+        )
+    return (weights @ value).transpose(1, 2)
+
+
+def run_both(core, options: ScoreOptions, *, ids: Tensor | None, window: int | None, shard) -> list[tuple]:
+    """Output and gradients of a core attention on a shard, and those of the formula."""
+    inputs = random_inputs(SHAPE, dtype=torch.float64)
+    full = [x.clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)]
+    local = [shard(x).clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)]
+    sinks = [None if options.sink is None else options.sink.clone().requires_grad_() for _ in range(2)]
+    mask = full_mask(ids, length=SHAPE.length, window=window)
+    expected = formula(full, mask, options, sinks[0])
+    expected.backward(inputs.out)
+    planned = core.plan_mask(ids, tokens=local[0][..., 0, 0], window=window)
+    out = core(local[0], key=local[1], value=local[2], mask=planned, scores=replace(options, sink=sinks[1]))
+    out.backward(shard(inputs.out))
+    pairs = [(out, shard(expected)), *((a.grad, shard(b.grad)) for a, b in zip(local, full, strict=True))]
+    return pairs + ([] if options.sink is None else [(sinks[1].grad, sinks[0].grad)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_rank_computes_the_formula(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_attention, "EAGER_SCORES", 300)  # a few queries at a time
+    for ids, window in ((None, None), (segments(SHAPE), 5)):
+        for found, expected in run_both(SDPAttention(), CASES[name], ids=ids, window=window, shard=lambda x: x):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@ranks(2, cp=2)
+def test_every_core_attention_computes_the_same(ctx) -> None:
+    group = ctx.group("cp")
+    for comm_type in CORE_ATTENTIONS:
+        core = build_core_attention(comm_type, group)
+        for name, options in CASES.items():
+            for ids, window in ((None, None), (segments(SHAPE), 5)):
+                pairs = run_both(
+                    core,
+                    options,
+                    ids=ids,
+                    window=window,
+                    shard=lambda x: local_chunks(x, index=group.index, size=group.size),
+                )
+                if options.sink is not None:  # each rank has the part of its queries or heads
+                    torch.distributed.all_reduce(pairs[-1][0])
+                for found, expected in pairs:
+                    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=f"{comm_type} {name}")

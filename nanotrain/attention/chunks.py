@@ -1,17 +1,22 @@
 """Attention of queries to one chunk of keys, with the log-sum-exp that merges the results of several chunks.
 
-Softmax over all keys follows from softmax over chunks of them:
+Softmax over all keys follows from softmax over chunks of them, and the gradients of a chunk from the merged result:
 
     lse = log(exp(lse_1) + exp(lse_2))        out = out_1 * exp(lse_1 - lse) + out_2 * exp(lse_2 - lse)
 
-The gradients of a chunk follow from the merged `out` and `lse` alone.
-
     AttentionChunk        queries, one chunk of keys and values, mask
     AttentionResult       out and lse
-    chunk_forward         attention to one chunk
+    chunk_forward         attention to one chunk; chunk_backward: its gradients
     merge_log_sum_exp     merge two results
-    chunk_backward        gradients of one chunk
     FUSED                 torch's fused operators by device; EAGER where there is none
+    ScoreOptions          options of the scores of a layer:
+
+    softcap   scores become c * tanh(score / c) (Gemma 2)
+    sink      one more score per head, whose weight multiplies no value (gpt-oss; Xiao et al. 2023)
+    dropout   of the weights, by the sample, head, query and key (kernels/dropout.py)
+
+A sink s changes the result (out, lse) over all keys to (out * exp(lse - l), l) with l = log(exp(lse) + exp(s)). The
+backward of every chunk reads this result and needs no further change.
 
 Milakov and Gimelshein, "Online normalizer calculation for softmax"; Dao, "FlashAttention-2", section 3.1.
 
@@ -20,13 +25,13 @@ Milakov and Gimelshein, "Online normalizer calculation for softmax"; Dao, "Flash
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanotrain.comm.device import compute_capability
+from nanotrain.kernels.dropout import keep_factors, mix_in
 
 MAX_FLASH_HEAD_DIM, FLASH_CAPABILITY = 256, (8, 0)  # of the flash operator on GPUs
 EAGER_SCORES = 2**26  # scores that are computed at once without a fused operator: 256 MiB in fp32
@@ -44,25 +49,13 @@ class AttentionChunk:
     is_causal: bool  # query i attends to keys 0..i (Q equals K); only without a mask
     scale: float  # of the scores
     softcap: float | None = None  # scores become c * tanh(score / c); None: unchanged
-    dropped: "DroppedWeights | None" = None  # dropout of the weights
+    dropout: "WeightDropout | None" = None  # of the weights, at the positions of the queries and keys
 
     def rows(self, rows: slice) -> "AttentionChunk":
         """The chunk of some queries only."""
-        dropped = None if self.dropped is None else self.dropped.rows(rows)
+        dropout = None if self.dropout is None else self.dropout.rows(rows)
         mask = None if self.mask is None else self.mask[:, :, rows]
-        return replace(self, query=self.query[:, :, rows], mask=mask, dropped=dropped)
-
-
-class DroppedWeights(Protocol):
-    """Dropout of the weights of a chunk."""
-
-    def rows(self, rows: slice) -> "DroppedWeights":
-        """The dropout of some queries only."""
-        ...
-
-    def factors(self, num_heads: int, dtype: torch.dtype) -> Tensor:
-        """[B, N, Q, K], the factor of each weight."""
-        ...
+        return replace(self, query=self.query[:, :, rows], mask=mask, dropout=dropout)
 
 
 @dataclass(frozen=True)
@@ -141,17 +134,19 @@ def chunk_backward(chunk: AttentionChunk, merged: AttentionResult, *, grad: Tens
 
 
 def _ops(chunk: AttentionChunk) -> AttentionOps:
-    if chunk.softcap is not None or chunk.dropped is not None:
+    """torch's fused operator where it can compute the chunk, else the eager form."""
+    has_options = chunk.softcap is not None or chunk.dropout is not None
+    if has_options or (chunk.query.is_cuda and not _is_for_flash(chunk)):
         return EAGER
-    if chunk.query.is_cuda and not _has_flash(chunk.query.device, max(chunk.query.shape[-1], chunk.value.shape[-1])):
-        return EAGER
-    is_half = chunk.query.dtype.itemsize == 2
-    return FUSED.get((chunk.query.device.type, chunk.mask is not None, is_half), EAGER)
+    return FUSED.get(chunk.query.device.type, EAGER)
 
 
-def _has_flash(device: torch.device, head_dim: int) -> bool:
-    """Whether the flash operator runs on a GPU."""
-    return head_dim <= MAX_FLASH_HEAD_DIM and (compute_capability(device) or (0, 0)) >= FLASH_CAPABILITY
+def _is_for_flash(chunk: AttentionChunk) -> bool:
+    """Whether the flash operator of GPUs takes a chunk: 16 bits, without a mask."""
+    head_dim = max(chunk.query.shape[-1], chunk.value.shape[-1])
+    capability = compute_capability(chunk.query.device) or (0, 0)
+    is_plain = chunk.mask is None and chunk.query.itemsize == 2
+    return is_plain and head_dim <= MAX_FLASH_HEAD_DIM and capability >= FLASH_CAPABILITY
 
 
 def _repeat_and_pad(chunk: AttentionChunk) -> AttentionChunk:
@@ -250,8 +245,8 @@ def _forward_rows(chunk: AttentionChunk) -> AttentionResult:
     scores, _ = _scores(chunk)
     lse = scores.logsumexp(-1)
     weights = scores.sub_(lse[..., None]).exp_()
-    if chunk.dropped is not None:
-        weights *= chunk.dropped.factors(weights.shape[1], weights.dtype)
+    if chunk.dropout is not None:
+        weights *= chunk.dropout.factors(weights.shape[1], weights.dtype)
     return AttentionResult((weights @ chunk.value.to(weights.dtype)).to(chunk.query.dtype), lse)
 
 
@@ -273,8 +268,8 @@ def _backward_rows(chunk: AttentionChunk, merged: AttentionResult, *, grad: Tens
         x.to(weights.dtype) for x in (chunk.query, chunk.key, chunk.value, merged.out, grad)
     )
     weights_grad, dropped = grad @ value.mT, weights
-    if chunk.dropped is not None:
-        factors = chunk.dropped.factors(weights.shape[1], weights.dtype)
+    if chunk.dropout is not None:
+        factors = chunk.dropout.factors(weights.shape[1], weights.dtype)
         weights_grad *= factors
         dropped = weights * factors
     # Derivative of softmax: sum(grad * out) equals the sum over *all* keys of weight times the weight's gradient.
@@ -285,9 +280,69 @@ def _backward_rows(chunk: AttentionChunk, merged: AttentionResult, *, grad: Tens
 
 
 EAGER = AttentionOps(_forward_eager, _backward_eager)
-_CPU, _CUDA = AttentionOps(_forward_cpu, _backward_cpu), AttentionOps(_forward_cuda, _backward_cuda)
-# By (device type, has a mask, 2-byte dtype): CUDA's operator takes neither masks nor fp32.
-FUSED = {
-    **{("cpu", has_mask, is_half): _CPU for has_mask in (False, True) for is_half in (False, True)},
-    ("cuda", False, True): _CUDA,
-}
+FUSED = {"cpu": AttentionOps(_forward_cpu, _backward_cpu), "cuda": AttentionOps(_forward_cuda, _backward_cuda)}
+
+
+@dataclass(frozen=True)
+class WeightDropout:
+    """Dropout of the attention weights of one layer and microbatch, at some positions where these are given."""
+
+    words: Tensor  # [B], one random word per sample
+    rate: float
+    first_head: int = 0  # of the queries, among all heads of the model
+    queries: Tensor | None = None  # [Q] int64, positions in the sequence
+    keys: Tensor | None = None  # [K] int64
+
+    def rows(self, rows: slice) -> "WeightDropout":
+        """The dropout of some queries only."""
+        assert self.queries is not None, "the dropout of a chunk has positions"
+        return replace(self, queries=self.queries[rows])
+
+    def factors(self, num_heads: int, dtype: torch.dtype) -> Tensor:
+        """[B, N, Q, K]: 0 where dropped, else 1 / (1 - rate)."""
+        assert self.queries is not None and self.keys is not None, "the dropout of a chunk has positions"
+        heads = torch.arange(self.first_head, self.first_head + num_heads, device=self.words.device)
+        words = mix_in(mix_in(self.words[:, None], heads)[..., None], self.queries)
+        return keep_factors(mix_in(words[..., None], self.keys), self.rate, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """Options of the scores of one layer and microbatch, besides mask and scale."""
+
+    sink: Tensor | None = None  # [N] of these heads
+    softcap: float | None = None
+    dropout: WeightDropout | None = None
+
+    def of_heads(self, first: int, number: int) -> "ScoreOptions":
+        """The options of heads [first, first + number)."""
+        dropout = self.dropout
+        if dropout is not None:
+            dropout = replace(dropout, first_head=dropout.first_head + first)
+        sink = None if self.sink is None else self.sink[first : first + number]
+        return ScoreOptions(sink, self.softcap, dropout)
+
+    def apply_to(self, chunk: AttentionChunk, *, samples: slice, queries: Tensor, keys: Tensor) -> AttentionChunk:
+        """A chunk with the softcap and the dropout, its queries and keys at these positions of some samples."""
+        dropout = self.dropout
+        if dropout is not None:
+            dropout = replace(dropout, words=dropout.words[samples], queries=queries, keys=keys)
+        return replace(chunk, softcap=self.softcap, dropout=dropout)
+
+
+def add_sink(total: AttentionResult, sink: Tensor | None) -> AttentionResult:
+    """Add the sink of each head to the result over all keys."""
+    if sink is None:
+        return total
+    lse = torch.logaddexp(total.lse, sink.to(total.lse.dtype)[:, None])
+    out = total.out * (total.lse - lse).exp_()[..., None].to(total.out.dtype)
+    return AttentionResult(out, lse)
+
+
+def sink_grad(sink: Tensor | None, merged: AttentionResult, *, grad: Tensor) -> Tensor | None:
+    """The gradient of the sinks, from the result with them and its gradient [B, N, Q, Dv]."""
+    if sink is None:
+        return None
+    weight = (sink.to(merged.lse.dtype)[:, None] - merged.lse).exp_()
+    along = (merged.out.to(weight.dtype) * grad.to(weight.dtype)).sum(-1)
+    return -(weight * along).sum((0, 2)).to(sink.dtype)

@@ -7,8 +7,8 @@ from nanotrain.attention import tiles
 from nanotrain.attention.sdpa import SDPAttention
 from nanotrain.comm.group import Group
 from nanotrain.errors import ConfigError
+from nanotrain.parallel.cp import CORE_ATTENTIONS, build_core_attention
 from nanotrain.parallel.cp.all_gather import AllGatherAttention
-from nanotrain.parallel.cp.attention import CORE_ATTENTIONS, build_core_attention
 from tests.harness import ranks, run_ranks
 from tests.parallel.cp.sequences import Shape, largest_error
 
