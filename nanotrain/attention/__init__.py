@@ -1,4 +1,12 @@
-"""Core attention of one rank: SDPA, varlen, FlexAttention and chunked attention, behind one signature.
+"""Attention of this rank's queries to keys and values: one table of backends, the kernels behind it, and their plans.
 
-It holds no communication: context parallelism (`parallel/cp/`) calls these functions on its shards.
+    backends.py   BACKENDS: what each kernel can compute; the choice for a layer
+    call.py       the protocols, and attention calls, planned once per microbatch for all layers
+    sdpa.py       torch's SDPA, and the core attention of one rank
+    varlen.py     torch's varlen attention: packed documents and windows
+    flex.py       FlexAttention: documents, windows, sinks, soft-capped scores
+    tiles.py      documents and windows as tiles, computed and merged here
+    chunks.py     attention to one chunk of keys with its log-sum-exp; softcap, sink and dropout of scores
+
+Attention over sequences that are sharded over ranks is in parallel/cp.
 """

@@ -4,8 +4,7 @@
     AttentionKernel   a row of backends.py: a function of query, key, value and an AttentionCall
     AttentionCall     attention of some queries to keys of full sequences
     TileKernel        the kernel that computes every call, in tiles
-    LogitObserver     what a core attention calls with queries and keys that attend to each other
-    largest_logits    the largest logits of them
+    largest_logits    the largest logits of queries and keys
 
 Kernels return no logits, so for QK-clip the scores are computed once more, a block of queries at a time: one of the two
 matrix products of a forward, without gradients.
@@ -13,7 +12,7 @@ matrix products of a forward, without gradients.
     B batch   S sequence   N query heads   G key/value heads   Q queries   K keys   D, Dv head dims
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -25,14 +24,6 @@ from nanotrain.attention.tiles import LocalChunk, Spans, Tile, TilePlan, attend_
 from nanotrain.comm.autograd import eager
 
 BLOCK_NUMEL = 2**24  # scores at once: 64 MiB in fp32
-
-
-class LogitObserver(Protocol):
-    """Called by a core attention with queries and keys."""
-
-    def __call__(self, chunk: AttentionChunk, *, first_head: int = 0) -> None:
-        """Observe queries and keys; `first_head` is the index on this rank of the first of the chunk's query heads."""
-        ...
 
 
 class CoreAttention(Protocol):
@@ -53,14 +44,7 @@ class CoreAttention(Protocol):
         ...
 
     def __call__(
-        self,
-        query: Tensor,
-        *,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        observe: LogitObserver | None = None,
-        scores: ScoreOptions | None = None,
+        self, query: Tensor, *, key: Tensor, value: Tensor, mask: Any, scores: ScoreOptions | None = None
     ) -> Tensor:
         """Attend.
 
@@ -69,8 +53,7 @@ class CoreAttention(Protocol):
             key: [B, S / cp, G, D]; N is a multiple of G.
             value: [B, S / cp, G, Dv].
             mask: the result of `plan_mask` for this microbatch.
-            observe: called with all queries and keys that attend to each other, in parts; used to track logits.
-            scores: softcap, sink and dropout; None if the model has none of them.
+            scores: softcap, sink, dropout and an observer of the logits; None if the model has none of them.
 
         Returns:
             [B, S / cp, N, Dv].
@@ -127,27 +110,14 @@ class AttentionCall:
         return queries, keys
 
     @eager
-    def __call__(
-        self,
-        query: Tensor,
-        *,
-        key: Tensor,
-        value: Tensor,
-        observe: LogitObserver | None = None,
-        scores: ScoreOptions | None = None,
-    ) -> Tensor:
-        """Attend: query [B, Q, N, D], key [B, K, G, D], value [B, K, G, Dv] -> [B, Q, N, Dv].
-
-        Args:
-            query, key, value: of the call.
-            observe: called with every tile.
-            scores: softcap, sink and dropout.
-        """
-        if observe is not None:
+    def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, scores: ScoreOptions | None = None) -> Tensor:
+        """Attend: query [B, Q, N, D], key [B, K, G, D], value [B, K, G, Dv] -> [B, Q, N, Dv]."""
+        if scores is not None and scores.observe is not None:
             with torch.no_grad():
                 inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
                 for tile in self.tiles.tiles:
-                    observe(self.tiles.chunk(tile, inputs, scores=None))
+                    scores.observe(self.tiles.chunk(tile, inputs, scores=None))
+            scores = None if scores.is_plain else replace(scores, observe=None)
         return self.kernel(query, key=key, value=value, call=self, scores=scores)
 
 

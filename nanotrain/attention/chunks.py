@@ -25,6 +25,8 @@ Milakov and Gimelshein, "Online normalizer calculation for softmax"; Dao, "Flash
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -306,6 +308,14 @@ class WeightDropout:
         return keep_factors(mix_in(words[..., None], self.keys), self.rate, dtype=dtype)
 
 
+class LogitObserver(Protocol):
+    """Called with all queries and keys that attend to each other, in parts; for QK-clip."""
+
+    def __call__(self, chunk: AttentionChunk, *, first_head: int = 0) -> None:
+        """Observe queries and keys; `first_head` is the index on this rank of the first of the chunk's query heads."""
+        ...
+
+
 @dataclass(frozen=True)
 class ScoreOptions:
     """Options of the scores of one layer and microbatch, besides mask and scale."""
@@ -313,6 +323,12 @@ class ScoreOptions:
     sink: Tensor | None = None  # [N] of these heads
     softcap: float | None = None
     dropout: WeightDropout | None = None
+    observe: LogitObserver | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether they change no scores."""
+        return self.sink is None and self.softcap is None and self.dropout is None
 
     def of_heads(self, first: int, number: int) -> "ScoreOptions":
         """The options of heads [first, first + number)."""
@@ -320,7 +336,8 @@ class ScoreOptions:
         if dropout is not None:
             dropout = replace(dropout, first_head=dropout.first_head + first)
         sink = None if self.sink is None else self.sink[first : first + number]
-        return ScoreOptions(sink, self.softcap, dropout)
+        observe = None if self.observe is None else partial(self.observe, first_head=first)
+        return ScoreOptions(sink, self.softcap, dropout, observe)
 
     def apply_to(self, chunk: AttentionChunk, *, samples: slice, queries: Tensor, keys: Tensor) -> AttentionChunk:
         """A chunk with the softcap and the dropout, its queries and keys at these positions of some samples."""

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanotrain.attention.call import AttentionCall, AttentionKernel, LogitObserver, TileKernel
+from nanotrain.attention.call import AttentionCall, AttentionKernel, TileKernel
 from nanotrain.attention.chunks import ScoreOptions
 from nanotrain.attention.tiles import Spans, attend_tiles
 
@@ -169,12 +169,11 @@ class SDPAttention:
         key: Tensor,
         value: Tensor,
         mask: AttentionCall | None,
-        observe: LogitObserver | None = None,
         scores: ScoreOptions | None = None,
     ) -> Tensor:
         """Attend: plain causal attention, or the planned call."""
         kernel = self.kernels.full
-        if mask is None and scores is None and observe is None and isinstance(kernel, SdpaKernel):
+        if mask is None and scores is None and isinstance(kernel, SdpaKernel):
             return kernel.attend(query, key=key, value=value)
         call = mask or AttentionCall(
             kernel,
@@ -183,4 +182,4 @@ class SDPAttention:
             range(key.shape[1]),
             device=query.device,
         )
-        return call(query, key=key, value=value, observe=observe, scores=scores)
+        return call(query, key=key, value=value, scores=scores)

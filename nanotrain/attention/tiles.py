@@ -22,7 +22,7 @@ A query attends to the keys from its first key, which a document or a window bou
     B batch   S sequence   N query heads   G key/value heads   Q queries   K keys   D, Dv head dims
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -239,7 +239,6 @@ def forward_tiles(
     inputs: Inputs,
     *,
     scores: ScoreOptions | None,
-    observe: Callable[..., None] | None = None,
     total: AttentionResult | None = None,
 ) -> AttentionResult:
     """Attention of the queries to all keys of the tiles, without a sink.
@@ -248,14 +247,13 @@ def forward_tiles(
         plan: of the call.
         inputs: query [B, N, Q, D], key [B, G, K, D], value [B, G, K, Dv].
         scores: options beside mask and scale.
-        observe: called with every tile.
         total: the result of earlier calls, into which this one is merged in place; in the accumulation dtype.
     """
     query, _, value = inputs
     for tile in plan.tiles:
         chunk = plan.chunk(tile, inputs, scores=scores)
-        if observe is not None:
-            observe(chunk)
+        if scores is not None and scores.observe is not None:
+            scores.observe(chunk)
         part = chunk_forward(chunk)
         if total is None and plan.is_one_tile:
             return part

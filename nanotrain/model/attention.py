@@ -13,9 +13,8 @@ from nanotrain.model.dropout import DropoutPlace, HiddenDropout
 from nanotrain.model.norm import build_head_norm
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
-from nanotrain.model.qk_clip import build_core
 from nanotrain.model.rope import apply_rotary
-from nanotrain.model.scores import LayerScores, local_heads
+from nanotrain.model.scores import LayerScores
 from nanotrain.parallel.tp.layers import (
     ColumnParallelLinear,
     ColumnParallelLinears,
@@ -51,9 +50,10 @@ class Attention(nn.Module):
         super().__init__()
         shape = ModelShape.of(model_config)
         self.softmax_offset = params.get("softmax_offset")
-        self.scores = LayerScores(model_config, layer=layer, heads=local_heads(shape, parallel.tp))
+        self.scores = LayerScores(model_config, layer=layer, parallel=parallel)
+        self.max_logits = self.scores.max_logits
         self.head_dim, self.has_window, self.has_rope = shape.head_dim, has_window, shape.has_rope(layer)
-        self.max_logits, self.core_attention = build_core(parallel, shape)
+        self.core_attention = parallel.core_attention
         self.query = ColumnParallelLinear(*params.linear("query"), tensor_parallel=parallel.tp)
         query_rows, key_rows = (
             _rows(shape, shape.num_heads, tensor_parallel=parallel.tp),

@@ -28,9 +28,8 @@ from nanotrain.model.dropout import DropoutPlace, HiddenDropout
 from nanotrain.model.norm import build_norm
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
-from nanotrain.model.qk_clip import build_core
 from nanotrain.model.rope import Rotary, apply_rotary
-from nanotrain.model.scores import LayerScores, local_heads
+from nanotrain.model.scores import LayerScores
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
 from nanotrain.spec.shape import ModelShape
 
@@ -58,10 +57,11 @@ class MultiLatentAttention(nn.Module):
         super().__init__()
         self.has_window = has_window
         shape = ModelShape.of(model_config)
-        self.scores = LayerScores(model_config, layer=layer, heads=local_heads(shape, parallel.tp))
+        self.scores = LayerScores(model_config, layer=layer, parallel=parallel)
+        self.max_logits = self.scores.max_logits
         assert shape.mla is not None, "a model without latent attention has the class Attention"
         self.tensor_parallel = parallel.tp
-        self.max_logits, self.core_attention = build_core(parallel, shape)
+        self.core_attention = parallel.core_attention
         self.query_sizes = (shape.mla.nope_dim, shape.mla.rope_dim)
         self.key_value_sizes = (shape.mla.nope_dim, shape.value_head_dim)
         self.compressed_sizes = (shape.mla.kv_lora_rank, shape.mla.rope_dim)

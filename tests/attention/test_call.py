@@ -39,7 +39,12 @@ def test_kernels_agree_on_a_chunk_of_queries(segment_ids, monkeypatch):
 def test_an_observer_sees_each_tile_once():
     inputs, seen = random_inputs(SHAPE, dtype=torch.float64), []
     call = call_of(DenseKernel(), segments(SHAPE))
-    call(inputs.query[:, 12:], key=inputs.key, value=inputs.value, observe=lambda chunk: seen.append(chunk))
+    call(
+        inputs.query[:, 12:],
+        key=inputs.key,
+        value=inputs.value,
+        scores=ScoreOptions(observe=lambda chunk: seen.append(chunk)),
+    )
     assert len(seen) == len(call.tiles.tiles) > 1
     assert all(largest_logits(chunk).isfinite().all() for chunk in seen)
 
@@ -88,7 +93,7 @@ def observed(core, tensors, mask) -> torch.Tensor:
         torch.maximum(heads, found, out=heads)
 
     query, key, value = tensors
-    core(query, key=key, value=value, mask=mask, observe=observe)
+    core(query, key=key, value=value, mask=mask, scores=ScoreOptions(observe=observe))
     return largest
 
 

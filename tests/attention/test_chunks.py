@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanotrain.attention import chunks as chunk_attention
+from nanotrain.attention import chunks
 from nanotrain.attention.chunks import (
     EAGER,
     FUSED,
@@ -173,7 +173,7 @@ def run_both(core, options: ScoreOptions, *, ids: Tensor | None, window: int | N
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_rank_computes_the_formula(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_attention, "EAGER_SCORES", 300)  # a few queries at a time
+    monkeypatch.setattr(chunks, "EAGER_SCORES", 300)  # a few queries at a time
     for ids, window in ((None, None), (segments(SHAPE), 5)):
         for found, expected in run_both(SDPAttention(), CASES[name], ids=ids, window=window, shard=lambda x: x):
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)

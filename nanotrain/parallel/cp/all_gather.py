@@ -18,7 +18,7 @@ flash kernels, which take no dense mask. The CPU computes a tile of the keys bef
 import torch
 from torch import Tensor
 
-from nanotrain.attention.call import AttentionCall, LogitObserver
+from nanotrain.attention.call import AttentionCall
 from nanotrain.attention.chunks import ScoreOptions
 from nanotrain.attention.sdpa import LayerKernels
 from nanotrain.attention.tiles import Spans
@@ -58,7 +58,6 @@ class AllGatherAttention:
         key: Tensor,
         value: Tensor,
         mask: tuple[AttentionCall, ...],
-        observe: LogitObserver | None = None,
         scores: ScoreOptions | None = None,
     ) -> Tensor:
         """All-gather, then attend chunk by chunk."""
@@ -67,5 +66,5 @@ class AllGatherAttention:
         outputs = []
         for queries, call in zip(query.chunk(2, dim=1), mask, strict=True):
             keys, values = gathered[:, : len(call.keys)].split((key.shape[-1], value.shape[-1]), dim=-1)
-            outputs.append(call(queries, key=keys, value=values, observe=observe, scores=scores))
+            outputs.append(call(queries, key=keys, value=values, scores=scores))
         return torch.cat(outputs, dim=1)

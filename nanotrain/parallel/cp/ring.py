@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanotrain.attention.call import LogitObserver
 from nanotrain.attention.chunks import AttentionResult, ScoreOptions, accumulate_dtype, add_sink, sink_grad
 from nanotrain.attention.sdpa import LayerKernels
 from nanotrain.attention.tiles import LocalChunk, Spans, Tile, TilePlan, forward_tiles, plan_chunks, tile_gradients
@@ -95,12 +94,11 @@ class RingAttention:
         key: Tensor,
         value: Tensor,
         mask: tuple[TilePlan, ...],
-        observe: LogitObserver | None = None,
         scores: ScoreOptions | None = None,
     ) -> Tensor:
         """Attend to all keys of the group, one step at a time."""
         sink = None if scores is None else scores.sink
-        out: Tensor = _Ring.apply(query, key, value, sink, mask, self.group, observe, scores)
+        out: Tensor = _Ring.apply(query, key, value, sink, mask, self.group, scores)
         return out
 
 
@@ -128,12 +126,12 @@ class _Ring(torch.autograd.Function):
         sink: Tensor | None,
         *rest: Any,
     ) -> Tensor:
-        plans, group, observe, scores = rest
+        plans, group, scores = rest
         turned = query.transpose(1, 2)
         total: AttentionResult | None = None
         for plan, keys, values in _receive(plans, (key, value), group=group):
             inputs = (turned, keys, values)
-            total = forward_tiles(plan, inputs, scores=scores, observe=observe, total=total)
+            total = forward_tiles(plan, inputs, scores=scores, total=total)
             if total.out.dtype != accumulate_dtype(query):
                 total = AttentionResult(total.out.to(accumulate_dtype(query)), total.lse)
         assert total is not None, "a ring has at least the step with the local keys"
@@ -163,7 +161,7 @@ class _Ring(torch.autograd.Function):
         key_grad, value_grad = work.wait()
         query_grad = query_grad.transpose(1, 2).to(query.dtype)
         gradients = query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype)
-        return *gradients, sink_grad(sink, merged, grad=grad), None, None, None, None
+        return *gradients, sink_grad(sink, merged, grad=grad), None, None, None
 
 
 def _receive(

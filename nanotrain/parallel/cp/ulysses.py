@@ -15,13 +15,12 @@ Jacobs et al., "DeepSpeed Ulysses", section 3; here with zigzag shards.
 """
 
 import math
-from functools import partial
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from nanotrain.attention.call import AttentionCall, LogitObserver
+from nanotrain.attention.call import AttentionCall
 from nanotrain.attention.chunks import ScoreOptions
 from nanotrain.attention.sdpa import LayerKernels, SDPAttention
 from nanotrain.comm.all_to_all import all_to_all
@@ -50,7 +49,6 @@ class UlyssesAttention:
         key: Tensor,
         value: Tensor,
         mask: AttentionCall | None,
-        observe: LogitObserver | None = None,
         scores: ScoreOptions | None = None,
     ) -> Tensor:
         """All-to-all, attend, all-to-all."""
@@ -60,11 +58,9 @@ class UlyssesAttention:
         if repeats > 1:
             key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
         query, key, value = self._to_head_shards([query, key, value])
-        if observe is not None:
-            observe = partial(observe, first_head=self.group.index * query.shape[2])
         if scores is not None:
             scores = scores.of_heads(self.group.index * query.shape[2], query.shape[2])
-        out = self.sdpa(query, key=key, value=value, mask=mask, observe=observe, scores=scores)
+        out = self.sdpa(query, key=key, value=value, mask=mask, scores=scores)
         return self._to_sequence_shards(out)
 
     def _to_head_shards(self, tensors: list[Tensor]) -> list[Tensor]:

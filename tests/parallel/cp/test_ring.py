@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.attention import tile_attention
+from nanotrain.attention import tiles
 from nanotrain.attention.chunks import ChunkGradients
 from nanotrain.attention.tiles import Tile, TilePlan
 from nanotrain.comm.group import Group
@@ -51,7 +51,7 @@ def test_every_transfer_starts_before_the_computation_that_hides_it(ctx, monkeyp
     send = "start_ring_send_recv"
     monkeypatch.setattr(ring, send, recorded(send, getattr(ring, send)))
     for name in ("chunk_forward", "chunk_backward"):
-        monkeypatch.setattr(tile_attention, name, recorded(name, getattr(tile_attention, name)))
+        monkeypatch.setattr(tiles, name, recorded(name, getattr(tiles, name)))
     group = ctx.group("cp")
     run(build_core_attention("p2p", group), shard(random_inputs(Shape(), dtype=torch.float32), group))
     forward = [send, "chunk_forward"] * 3 + ["chunk_forward"]
