@@ -6,33 +6,18 @@ import pytest
 import torch
 
 from nanotrain.comm.group import Group
-from nanotrain.config.config import ModelConfig, OptimConfig
-from nanotrain.memory.recompute import Recompute, recompute_modules
+from nanotrain.config.config import OptimConfig
 from nanotrain.model.context import BatchContext
-from nanotrain.model.init import initialize
-from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.transformer import Stage
-from nanotrain.spec.parameters import declare_model
-from nanotrain.spec.params import LocalParam
 from nanotrain.spec.shape import ModelShape
-from nanotrain.spec.stages import StageSpec
 from nanotrain.train.parts.qk_clip import collect_factors, logits_of, row_factors
 from tests.harness import ranks
-from tests.model.building import GPT2, LLAMA, give_storage, random_batch, randomize
+from tests.model.building import GPT2, LLAMA, random_batch
 from tests.model.test_mla import DIRECT, LATENT
+from tests.model.test_scores import tracked
 
 ONE = Group.single_rank("tp")
 MODELS = {"grouped": LLAMA, "biases": GPT2, "mla": LATENT, "mla without q_lora_rank": DIRECT}
-
-
-def tracked(model_config: ModelConfig, **options) -> Stage:
-    """A randomized full model of one layer that tracks its logits."""
-    model_config = replace(model_config, num_layers=1)
-    params = [LocalParam.unsharded(spec) for spec in declare_model(ModelShape.of(model_config))]
-    parallel = replace(ModelParallel.single_rank(), tracks_logits=True, **options)
-    stage = give_storage(Stage(model_config, StageSpec.single(1), params=params, parallel=parallel))
-    initialize(stage, stage.params, seed=1)
-    return randomize(stage)
 
 
 def largest(stage: Stage, *, seed: int = 0) -> torch.Tensor:
@@ -86,29 +71,6 @@ def test_logits_below_the_threshold_and_those_that_are_not_finite_change_nothing
     factors = collect_factors(stage, OptimConfig(qk_clip=True), shape=ModelShape.of(LLAMA), tp=ONE, dp_cp=ONE)
     assert {name.rsplit(".", 2)[1] for name in factors} == {"query", "key"}
     assert all((rows == 1).all() for rows in factors.values())
-
-
-def test_evaluation_and_recomputation_do_not_count() -> None:
-    recompute = Recompute()
-    stage = tracked(LLAMA, recompute=recompute)
-    recompute_modules(stage.layers["0"], ["core_attn"], recompute=recompute)
-    (logits,) = logits_of(stage).values()
-    with torch.no_grad():
-        stage(None, BatchContext(random_batch()))
-    assert (logits.largest == -torch.inf).all()
-    loss = stage(None, BatchContext(random_batch()))
-    assert logits.largest.isfinite().all()
-    logits.largest.fill_(-torch.inf)
-    loss.backward()
-    assert (logits.largest == -torch.inf).all(), "the backward ran core attention again and counted it"
-
-
-def test_a_run_without_the_option_keeps_nothing() -> None:
-    model_config = replace(LLAMA, num_layers=1)
-    params = [LocalParam.unsharded(spec) for spec in declare_model(ModelShape.of(model_config))]
-    parallel = ModelParallel.single_rank()
-    stage = Stage(model_config, StageSpec.single(1), params=params, parallel=parallel)
-    assert stage.layers["0"].attention.core_attention is parallel.core_attention and not logits_of(stage)
 
 
 @ranks(4, tp=2)
