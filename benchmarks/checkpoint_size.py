@@ -29,7 +29,6 @@ from nanotrain.checkpoint.manifest import (
 from nanotrain.checkpoint.plan import split_box
 from nanotrain.checkpoint.write import shard_name
 from nanotrain.config.config import Config
-from nanotrain.config.derive import data_parallel_size
 from nanotrain.config.load import load
 from nanotrain.errors import NanotrainError, report
 from nanotrain.optim.state import host_fraction, range_boxes, ranges_to_save, split_shard
@@ -75,7 +74,7 @@ def metadata_size(config: Config, world_size: int, *, num_sampled: int = 8) -> M
         num_sampled: ranks to plan, the first and the last among them; with all ranks the counts are exact.
     """
     parallel = config.parallel
-    dp_size, pp_size = data_parallel_size(parallel, world_size), parallel.pipeline_model_parallel_size
+    dp_size, pp_size = parallel.data_parallel_size(world_size), parallel.pipeline_model_parallel_size
     # Few microbatches: what a rank saves does not depend on them, and the transfers of many take seconds to plan.
     batch = config.train.micro_batch_size * dp_size * pp_size
     few = replace(config, train=replace(config.train, global_batch_size=batch))

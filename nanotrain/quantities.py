@@ -4,6 +4,7 @@ describe_bytes    4,200,000 -> "4.2 MB"
 describe_count    1,840,000 -> "1.84 M"
 count_of          2, "rank" -> "2 ranks"; also with a verb
 step_name         100 -> "step-00000100", the folder of a checkpoint
+round_up          5, 4 -> 8, the next multiple
 """
 
 VERBS = {"is": "are", "has": "have", "was": "were", "does": "do"}  # for one, for several
@@ -56,3 +57,12 @@ def step_name(step: int) -> str:
     'step-00000100'
     """
     return f"step-{step:08d}"
+
+
+def round_up(number: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is at least `number`.
+
+    >>> round_up(5, 4)
+    8
+    """
+    return -(-number // unit) * unit

@@ -20,7 +20,7 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "tests/kernels/test_dropout.py::test_words_depend_on_the_seed_the_sample_and_all_its_bits",
         "tests/laws/test_model_features.py::test_a_layout_keeps_the_laws_with_every_feature",
     ),
-    "the vocabulary is padded": ("tests/config/test_derive.py::test_the_padded_vocabulary_is_the_next_multiple",),
+    "the vocabulary is padded": ("tests/config/test_model.py::test_the_padded_vocabulary_is_the_next_multiple",),
     "the loss is the mean of means": (
         "tests/parallel/pp/test_executor.py::test_the_loss_is_the_sum_over_microbatches_and_is_not_scaled",
         "tests/laws/test_every_axis.py::test_a_layout_trains_as_one_rank_does",

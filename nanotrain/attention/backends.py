@@ -22,7 +22,6 @@ from nanotrain.attention.sdpa import DenseKernel, LayerKernels, SdpaKernel
 from nanotrain.attention.varlen import VarlenKernel
 from nanotrain.comm.device import compute_capability
 from nanotrain.config.config import Config, SoftmaxType
-from nanotrain.config.derive import head_dim, window_layers
 from nanotrain.errors import ConfigError
 
 HALF, ALL = frozenset({"bf16", "fp16"}), frozenset({"bf16", "fp16", "fp32"})
@@ -82,7 +81,7 @@ class AttentionNeed:
             "all-gather cp": cp_comm_type == "allgather",
             "ring cp": cp_comm_type == "p2p",
         }
-        width = head_dim(model)
+        width = model.head_dim
         value_width = width if model.mla is None else model.mla.v_head_dim
         features = frozenset(name for name, wanted in is_wanted.items() if wanted)
         return cls(config.precision.params_dtype.value, width, value_width, features)
@@ -291,7 +290,7 @@ class AttentionChoice:
         """
         flag, warning = config.train.attention_backend, ""
         needs = {
-            window: AttentionNeed.of(config, has_window=window) for window in sorted(set(window_layers(config.model)))
+            window: AttentionNeed.of(config, has_window=window) for window in sorted(set(config.model.window_layers))
         }
 
         def choose(value: str) -> dict[bool, AttentionBackend]:

@@ -29,7 +29,6 @@ from nanotrain.cli.parser import (
 from nanotrain.cli.sweep import sweep
 from nanotrain.cli.trained import evaluate, generate
 from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS
-from nanotrain.config.derive import data_parallel_size
 from nanotrain.config.flags import parse
 from nanotrain.config.help import CONFIG_USAGE
 from nanotrain.config.load import load_line, reply, to_yaml
@@ -130,7 +129,7 @@ def topology(argv: Sequence[str]) -> int:
         wide = parallel.expert_model_parallel_size > 1 or parallel.expert_tensor_parallel_size is not None
         has_experts = wide or loaded.config.model.moe is not None
         text = run_topology(parallel, args.world_size, as_json=args.json, has_experts=has_experts)
-        dp = data_parallel_size(parallel, args.world_size)
+        dp = parallel.data_parallel_size(args.world_size)
         check_data_parallel_size(dp, loaded.data_parallel_size, world_size=args.world_size)
         print(text)
     if args.schedule is not None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from nanotrain.cli.launch import refuse_inside_torchrun, require_no_misspelled, take_options
 from nanotrain.cli.parser import OF_FOLDER, CommandParser, count, not_negative, probability, seed
 from nanotrain.config.config import Config, DataConfig, TrainConfig
-from nanotrain.config.derive import data_parallel_size, with_padding_for
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
 from nanotrain.config.validate import check_layout, validate_for_world
@@ -215,13 +214,13 @@ def evaluation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
         **masks,
     )
     num_microbatches = MICROBATCHES_PER_STAGE * parallel.pipeline_model_parallel_size
-    dp = data_parallel_size(parallel, world_size)
+    dp = parallel.data_parallel_size(world_size)
     train = TrainConfig(
         micro_batch_size=given.train.micro_batch_size,
         global_batch_size=given.train.micro_batch_size * dp * num_microbatches,
         device=given.train.device,
     )
-    model_config = with_padding_for(trained.model, parallel.tensor_model_parallel_size)
+    model_config = trained.model.with_padding_for(parallel.tensor_model_parallel_size)
     config = replace(given, model=model_config, data=data, train=train)
     check_layout(config)
     validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)
@@ -319,7 +318,7 @@ def generation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
             fix=f"set --tensor-model-parallel-size {tp * pp * cp} instead: a checkpoint of any layout loads in it",
         )
     # no rank has a part of a sequence: its length is one that the rules on training accept
-    config = replace(loaded.config, model=with_padding_for(trained.model, tp), data=DataConfig(seq_length=tp))
+    config = replace(loaded.config, model=trained.model.with_padding_for(tp), data=DataConfig(seq_length=tp))
     check_layout(config)
     etp = parallel.expert_tensor_parallel_size or tp
     ranks = lcm(tp, parallel.expert_model_parallel_size * etp) if trained.model.moe is not None else tp

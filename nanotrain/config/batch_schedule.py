@@ -14,9 +14,9 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nanotrain.config.config import Config
+from nanotrain.config.config import Config, TrainConfig
 from nanotrain.errors import ConfigError
-from nanotrain.quantities import count_of
+from nanotrain.quantities import count_of, round_up
 
 MAX_SAMPLES, MAX_INCREMENTS = 10**15, 10_000  # of a ramp-up; far beyond any run
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -253,3 +253,44 @@ def batches_by_size(schedule: BatchSchedule) -> Iterator[tuple[int, int]]:
         size, count = schedule.size_at(consumed), schedule.batches_from(consumed)
         yield size, count
         consumed += count * size
+
+
+def global_batch_size(train: TrainConfig, dp: int) -> int:
+    """Samples per optimizer step over all ranks, with a schedule its last size; unset means one microbatch per rank.
+
+    >>> global_batch_size(TrainConfig(micro_batch_size=4), 2)
+    8
+    """
+    if train.step_batch_size_schedule:
+        return read_steps(train.step_batch_size_schedule, 1).final
+    return train.global_batch_size or train.micro_batch_size * dp
+
+
+def num_microbatches(train: TrainConfig, dp: int) -> int:
+    """Microbatches per rank and optimizer step; if they do not divide evenly, some ranks have one of padding.
+
+    Raises:
+        ConfigError: the microbatch size does not divide the global batch, or there are fewer microbatches than ranks.
+
+    >>> [num_microbatches(TrainConfig(micro_batch_size=2, global_batch_size=24), dp) for dp in (4, 5)]
+    [3, 3]
+    """
+    batch_size, per_pass = global_batch_size(train, dp), train.micro_batch_size * dp
+    if batch_size % train.micro_batch_size:
+        raise ConfigError(
+            f"a global batch of {count_of(batch_size, 'sample')} cannot be split into microbatches",
+            why=f"micro_batch_size {train.micro_batch_size} must divide it",
+            fix=f"set --global-batch-size {round_up(batch_size, per_pass)} or another --micro-batch-size",
+        )
+    if batch_size < per_pass:
+        raise ConfigError(
+            f"a global batch of {count_of(batch_size, 'sample')} has less than one microbatch per rank",
+            why=f"micro_batch_size {train.micro_batch_size} x data-parallel size {dp} = {per_pass}",
+            fix=f"set --global-batch-size {per_pass} or "
+            + (
+                "another --micro-batch-size"
+                if batch_size >= dp
+                else f"run on fewer ranks: data-parallel size {batch_size} or less"
+            ),
+        )
+    return -(-batch_size // per_pass)

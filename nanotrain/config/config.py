@@ -22,6 +22,8 @@ from nanotrain.config.model import (
     YarnConfig,
 )
 from nanotrain.config.option import above, at_least, between, option, section, url
+from nanotrain.errors import TopologyError
+from nanotrain.quantities import count_of, round_up
 
 __all__ = [  # the sections that config/model.py holds
     "Activation",
@@ -153,6 +155,33 @@ class ParallelConfig:
     distributed_timeout_minutes: float = option(10.0, "timeout of collectives", check=above(0, at_most=525_600))
     distributed_timeout_seconds_after_init: float | None = option(None, "timeout of collectives after the first step; unset: distributed_timeout_minutes", check=above(0, at_most=31_536_000))
 
+    @property
+    def counted_ends(self) -> tuple[int, int]:
+        """Layers that the embedding and the head count as where layers are split evenly over stages."""
+        return int(self.account_for_embedding_in_pipeline_split), int(self.account_for_loss_in_pipeline_split)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Data-parallel ranks: world size / (tp x cp x pp).
+
+        Raises:
+            TopologyError: where the ranks do not divide.
+
+        >>> ParallelConfig(tensor_model_parallel_size=2).data_parallel_size(8)
+        4
+        """
+        tp, cp = self.tensor_model_parallel_size, self.context_parallel_size
+        pp = self.pipeline_model_parallel_size
+        unit = tp * cp * pp
+        if world_size % unit:
+            raise TopologyError(
+                f"{count_of(world_size, 'rank')} cannot form tp={tp} x cp={cp} x pp={pp}",
+                why=f"tp*cp*pp = {unit} must divide the world size",
+                fix=f"run on {count_of(round_up(world_size, unit), 'rank')}"
+                + (f" (nanotrain train --nproc-per-node {unit} ...)" if world_size == 1 else "")
+                + " or lower one of the three sizes",
+            )
+        return world_size // unit
+
 
 @dataclass(frozen=True)
 class MemoryConfig:
@@ -164,6 +193,17 @@ class MemoryConfig:
     recompute_modules: list[str] = option([], "selective: core_attn, mlp, moe, layernorm, mla_up_proj, moe_act; empty: core_attn")
     cpu_offloading: bool = option(False, "keep what the first layers save for the backward in host memory")
     cpu_offloading_num_layers: int = option(0, "cpu_offloading: layers of each stage, from the first", check=at_least(0))
+
+    @property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """The modules of selective recomputation; none with another granularity.
+
+        >>> MemoryConfig(recompute_granularity=RecomputeGranularity.selective).recomputed_modules
+        ('core_attn',)
+        """
+        if self.recompute_granularity is not RecomputeGranularity.selective:
+            return ()
+        return tuple(self.recompute_modules) or ("core_attn",)
 
 
 @dataclass(frozen=True)
@@ -200,6 +240,17 @@ class PrecisionConfig:
     loss_scale_window: int = option(1000, "fp16: steps without overflow before the loss scale doubles", check=at_least(1))
     hysteresis: int = option(2, "fp16: overflows before the loss scale halves", check=at_least(1))
     fp8: Fp8Config | None = section(Fp8Config, prefix="fp8_", switch="format")
+
+    @property
+    def accumulates_grads_in_fp32(self) -> bool:
+        """Whether gradient buffers are fp32: unless a setting asks for gradients in params_dtype.
+
+        >>> PrecisionConfig(grad_reduce_in_bf16=True).accumulates_grads_in_fp32
+        False
+        """
+        if self.accumulate_allreduce_grads_in_fp32 is not None:
+            return self.accumulate_allreduce_grads_in_fp32
+        return not self.grad_reduce_in_bf16 and self.main_grads_dtype is MainGradsDType.fp32
 
 
 @dataclass(frozen=True)
@@ -351,3 +402,22 @@ class Config:
     data: DataConfig = section(DataConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     train: TrainConfig = section(TrainConfig)
+
+    @property
+    def is_model_known(self) -> bool:
+        """Whether the model section is complete before a checkpoint or a Hugging Face folder is read."""
+        return self.checkpoint.pretrained_checkpoint is None and not self.checkpoint.use_checkpoint_args
+
+    @property
+    def validates(self) -> bool:
+        """Whether the run validates: it has steps with a validation, and `split` leaves documents for it.
+
+        >>> Config().validates, Config(data=DataConfig(split="100,0,0")).validates
+        (True, False)
+        """
+        train, data = self.train, self.data
+        if train.eval_interval == 0 or train.eval_iters == 0:
+            return False
+        shares = data.split.split(",")
+        is_divided = not (data.mock_data or data.train_data_path or data.valid_data_path)
+        return not is_divided or len(shares) > 1 and float(shares[1]) > 0

@@ -17,7 +17,6 @@ import yaml
 
 from nanotrain.config.arguments import ALIASES, FLAGS, unknown_flag
 from nanotrain.config.config import Config
-from nanotrain.config.derive import without_quickstart
 from nanotrain.config.flags import CommandLine, Setting, apply_aliases, parse
 from nanotrain.config.help import USAGE, help_text
 from nanotrain.config.megatron import row_of
@@ -227,6 +226,29 @@ def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
         notes=tuple(result.notes),
         unreadable=unreadable,
     )
+
+
+def without_quickstart(config: Config, *, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:
+    """Values that a quick-start recipe changes on other data, by key, each with its reason.
+
+    With synthetic tokens no tokenizer is trained, so the vocabulary size is set to that of the quick start. With
+    another corpus the recipe's prompt, which is Python code, is left out.
+
+    Args:
+        config: of a command line.
+        explicit: keys that the command line sets; they stay.
+    """
+    data, values = config.data, dict[str, tuple[Any, str]]()
+    if not data.quickstart:
+        return {}
+    if data.mock_data:
+        has_tokenizer = data.tokenizer_model is not None or data.vocab_file is not None
+        if config.model.vocab_size is None and not has_tokenizer:
+            values["model.vocab_size"] = data.quickstart_vocab_size, "--mock-data: data.quickstart_vocab_size"
+    elif data.data_path or data.train_data_path or data.stages:
+        why = "the corpus is not that of the quick start"
+        values = {"data.quickstart": (False, why), "train.generate_prompt": ("", why)}
+    return {key: value for key, value in values.items() if key not in explicit}
 
 
 def fields_in_cures(errors: ErrorCollector) -> frozenset[str]:

@@ -19,7 +19,6 @@ from typing import Any, Literal, get_args
 
 from nanotrain.config.batch_schedule import batch_schedule, steps_of_samples
 from nanotrain.config.config import Config, RecomputeGranularity
-from nanotrain.config.derive import counted_ends, has_rope
 from nanotrain.config.tables import read_table
 from nanotrain.errors import ConfigError
 from nanotrain.quantities import count_of, step_name
@@ -144,7 +143,7 @@ def layers_per_virtual_stage(config: Config, text: str) -> dict[str, Any]:
     """Virtual stages per pipeline rank from the layers of one of them."""
     flag = "--num-layers-per-virtual-pipeline-stage"
     layers, parallel = whole_number(flag, text), config.parallel
-    num_layers = config.model.num_layers + sum(counted_ends(parallel))
+    num_layers = config.model.num_layers + sum(parallel.counted_ends)
     pp = parallel.pipeline_model_parallel_size
     ends = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     if ends != (None, None):
@@ -180,7 +179,7 @@ def rope_type(config: Config, text: str) -> dict[str, Any]:
 
 def no_position_embedding(config: Config, text: str) -> dict[str, Any]:
     """No values; Megatron-LM takes the flag with RoPE only."""
-    if not has_rope(config.model):
+    if not config.model.has_rope:
         why = f"position_embedding_type is {config.model.position_embedding_type.value}"
         raise ConfigError("--no-position-embedding", why=why, fix="set --position-embedding-type none instead")
     return {}

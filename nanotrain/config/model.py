@@ -3,11 +3,15 @@
 Fields are named as in Megatron-LM where it has them; `config.py` holds the other sections.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from math import log
+from math import lcm, log
+from typing import Self
 
 from nanotrain.config.option import above, at_least, between, option, section
+from nanotrain.config.pattern import read_expert_pattern, read_no_rope_pattern, read_window_pattern
+from nanotrain.errors import ConfigError
+from nanotrain.quantities import round_up
 
 
 class PositionEmbedding(str, Enum):
@@ -41,6 +45,9 @@ class Activation(str, Enum):
     squared_relu = "squared_relu"
     quick_geglu = "quick_geglu"
     geglu_tanh = "geglu_tanh"
+
+
+GATED = (Activation.swiglu, Activation.quick_geglu, Activation.geglu_tanh)
 
 
 class RouterScore(str, Enum):
@@ -180,3 +187,115 @@ class ModelConfig:
     mla: MLAConfig | None = section(MLAConfig, switch="multi_latent_attention")
     moe: MoEConfig | None = section(MoEConfig, prefix="moe_", switch="num_experts")
     mtp: MTPConfig = section(MTPConfig, prefix="mtp_")
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has a gate projection."""
+        return self.activation in GATED
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a query or key head; with multi-latent attention those without and with positions.
+
+        >>> ModelConfig(hidden_size=256, num_attention_heads=4).head_dim
+        64
+        """
+        if self.mla is not None:
+            return self.mla.qk_head_dim + self.mla.qk_pos_emb_head_dim
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value heads: one per query head by default."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def has_rope(self) -> bool:
+        """Whether queries and keys are rotated, plainly or by YaRN."""
+        return self.position_embedding_type in (PositionEmbedding.rope, PositionEmbedding.yarn)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated channels of a head; with MLA its rotary channels."""
+        return int(self.head_dim * self.rotary_percent) if self.mla is None else self.mla.qk_pos_emb_head_dim
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether training drops anything."""
+        return self.attention_dropout > 0 or self.hidden_dropout > 0
+
+    @property
+    def has_score_options(self) -> bool:
+        """Whether training changes attention scores or weights in addition to the softmax."""
+        has_softcap = self.attn_logit_softcapping is not None
+        return has_softcap or self.softmax_type is not SoftmaxType.vanilla or self.attention_dropout > 0
+
+    @property
+    def ffn_size(self) -> int:
+        """Inner width of the MLP: 4x hidden, or with swiglu 8/3x hidden rounded up to a multiple of 64.
+
+        >>> ModelConfig(hidden_size=256).ffn_size, ModelConfig(hidden_size=256, activation=Activation.gelu).ffn_size
+        (704, 1024)
+        """
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        is_swiglu = self.activation is Activation.swiglu
+        return round_up(-(-8 * self.hidden_size // 3), 64) if is_swiglu else 4 * self.hidden_size
+
+    @property
+    def moe_ffn_size(self) -> int:
+        """Inner width of an expert."""
+        return self.ffn_size if self.moe is None or self.moe.ffn_hidden_size is None else self.moe.ffn_hidden_size
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: the vocabulary rounded up, so that every tensor-parallel size may divide it.
+
+        Raises:
+            ConfigError: the size of the vocabulary is not set.
+
+        >>> ModelConfig(vocab_size=50257).padded_vocab_size
+        50304
+        """
+        if self.vocab_size is None:
+            why = "model.vocab_size is unset and no tokenizer was read"
+            raise ConfigError("the size of the vocabulary is not known yet", why=why, fix="set --vocab-size")
+        return round_up(self.vocab_size, self.make_vocab_size_divisible_by)
+
+    def with_padding_for(self, tensor_parallel_size: int) -> Self:
+        """The model with a vocabulary that this many ranks can share: where they cannot, it has more padding.
+
+        >>> ModelConfig(vocab_size=257, make_vocab_size_divisible_by=1).with_padding_for(2).make_vocab_size_divisible_by
+        2
+        """
+        if self.padded_vocab_size % tensor_parallel_size == 0:
+            return self
+        multiple = lcm(self.make_vocab_size_divisible_by, tensor_parallel_size)
+        return replace(self, make_vocab_size_divisible_by=multiple)
+
+    @property
+    def moe_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has experts.
+
+        Raises:
+            ConfigError: a pattern that is invalid or does not have one 0 or 1 per layer.
+
+        >>> ModelConfig(num_layers=4, moe=MoEConfig(num_experts=8, layer_freq="[0]*1+[1]*3")).moe_layers
+        (False, True, True, True)
+        """
+        moe = self.moe
+        if moe is None or moe.num_experts is None:  # a model that is not complete yet has other settings of experts
+            return (False,) * self.num_layers
+        return read_expert_pattern(moe.layer_freq, self.num_layers)
+
+    @property
+    def window_layers(self) -> tuple[bool, ...]:
+        """Whether each layer attends within a window; a ConfigError for an invalid pattern."""
+        if self.window_size is None:
+            return (False,) * self.num_layers
+        return read_window_pattern(self.window_attn_skip_freq, self.num_layers)
+
+    @property
+    def no_rope_layers(self) -> tuple[bool, ...]:
+        """Whether each layer is without rotary positions, in a model that has them; see `window_layers`."""
+        return read_no_rope_pattern(self.no_rope_freq, self.num_layers)

@@ -36,6 +36,27 @@ def read_pattern(text: str) -> int | list[int]:
     )
 
 
+def read_expert_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer has experts.
+
+    Raises:
+        ConfigError: a pattern that is invalid or does not have one 0 or 1 per layer.
+
+    >>> read_expert_pattern("2", 4)
+    (True, False, True, False)
+    """
+    pattern = read_pattern(text)
+    if isinstance(pattern, int):
+        return tuple(layer % pattern == 0 for layer in range(num_layers))
+    if len(pattern) != num_layers:
+        raise ConfigError(
+            f"moe_layer_freq {text} is for {count_of(len(pattern), 'layer')}",
+            why=f"num_layers is {num_layers}, and the pattern has one 0 or 1 for each",
+            fix=f"set --moe-layer-freq '[1]*{num_layers}' with a 0 for every dense layer",
+        )
+    return tuple(map(bool, pattern))
+
+
 def read_window_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
     """Whether each layer has the attention window.
 

@@ -8,10 +8,9 @@ validate_for_world    the rules that need the world size
 
 from collections.abc import Iterable
 
-from nanotrain.config.batch_schedule import batch_schedule
+from nanotrain.config.batch_schedule import batch_schedule, global_batch_size, num_microbatches
 from nanotrain.config.config import Config
 from nanotrain.config.data_stages import read_stages
-from nanotrain.config.derive import data_parallel_size, global_batch_size, is_model_known, num_microbatches
 from nanotrain.config.length_schedule import length_schedule
 from nanotrain.config.rules.data_parallel import DATA_PARALLEL_RULES
 from nanotrain.config.rules.fp8 import FP8_LAYOUT_RULES, FP8_RULES
@@ -39,7 +38,7 @@ def collect_errors(
 
     Rules on the fields `unreadable`, by unique name, are left out.
     """
-    if is_model_known(config):  # else it is checked once it is complete
+    if config.is_model_known:  # else it is checked once it is complete
         check_rules(config, model_rules(config), errors=errors, unreadable=unreadable)
     check_rules(config, (*RUN_RULES, *DATA_PARALLEL_RULES), errors=errors, unreadable=unreadable)
     if unreadable.isdisjoint(BATCH_FIELDS):
@@ -53,7 +52,7 @@ def collect_errors(
             read_stages(config.data.stages, config.train.train_iters)
     if config.precision.fp8 is not None:
         check_rules(config, FP8_RULES, errors=errors, unreadable=unreadable)
-    if to_train and is_model_known(config):
+    if to_train and config.is_model_known:
         check_rules(config, layout_rules(config), errors=errors, unreadable=unreadable)
 
 
@@ -102,7 +101,7 @@ def validate_for_world(config: Config, world_size: int, *, expected_dp: int | No
     Raises:
         ConfigError: ranks that cannot form the groups, or a global batch that they cannot share.
     """
-    dp = data_parallel_size(config.parallel, world_size)
+    dp = config.parallel.data_parallel_size(world_size)
     check_data_parallel_size(dp, expected_dp, world_size=world_size)
     check_batches(config, dp)
     count, batch_size = num_microbatches(config.train, dp), global_batch_size(config.train, dp)

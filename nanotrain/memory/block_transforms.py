@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from nanotrain.config.config import Config, RecomputeGranularity, RecomputeMethod
-from nanotrain.config.derive import recomputed_modules
 from nanotrain.memory.offload import offloaded
 from nanotrain.memory.recompute import Recompute, recompute_modules
 from nanotrain.quantities import count_of
@@ -38,7 +37,7 @@ def recompute_parts(blocks: Sequence[BlockFunction], *, config: Config, recomput
     """Recompute the named modules of each block."""
     for block in blocks:
         assert isinstance(block, nn.Module), "it comes first in the list"
-        recompute_modules(block, recomputed_modules(config.memory), recompute=recompute)
+        recompute_modules(block, config.memory.recomputed_modules, recompute=recompute)
     return list(blocks)
 
 
@@ -109,7 +108,7 @@ def describe_activations(config: Config) -> str:
         layers = count_of(memory.cpu_offloading_num_layers, "layer")
         return f"saved tensors of the first {layers} of each stage in host memory"
     if memory.recompute_granularity is not RecomputeGranularity.full:
-        modules = recomputed_modules(memory)
+        modules = memory.recomputed_modules
         return f"recompute selective: {', '.join(modules)}" if modules else ""
     method, size = recompute_plan(config)
     layers = "layer" if size == 1 else f"{size} layers"
@@ -122,7 +121,7 @@ def describe_activations(config: Config) -> str:
 
 
 BLOCK_TRANSFORMS: list[BlockTransform] = [
-    BlockTransform(is_enabled=lambda config: bool(recomputed_modules(config.memory)), apply=recompute_parts),
+    BlockTransform(is_enabled=lambda config: bool(config.memory.recomputed_modules), apply=recompute_parts),
     BlockTransform(is_enabled=lambda config: bool(config.train.torch_compile), apply=compile_blocks),
     BlockTransform(is_enabled=lambda config: config.memory.cpu_offloading, apply=offload_blocks),
     BlockTransform(

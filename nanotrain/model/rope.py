@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from nanotrain.config.config import ModelConfig, YarnConfig
-from nanotrain.config.derive import rotary_dim
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Rotary:
 
 def inverse_frequencies(model_config: ModelConfig, *, is_local: bool = False) -> Tensor:
     """The angle per position of each pair: [R/2] fp32, on the CPU; of layers with a window where `is_local`."""
-    size = rotary_dim(model_config)
+    size = model_config.rotary_dim
     exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
     if is_local and model_config.rotary_base_local is not None:
         return 1.0 / model_config.rotary_base_local**exponents

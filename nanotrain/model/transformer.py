@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from nanotrain.comm.autograd import concat_along
 from nanotrain.config.config import ModelConfig
-from nanotrain.config.derive import has_dropout, has_rope
 from nanotrain.data.batch import Batch
 from nanotrain.kernels.linear import fprop
 from nanotrain.model.activations import ACTIVATIONS, Glu
@@ -118,7 +117,7 @@ class Block(nn.Module):
         self.mlp_norm = build_norm(model_config, params.submodule("mlp_norm"))
         self.mlp = build_mlp(model_config, params.submodule("mlp"), parallel=parallel, layer=layer)
         self.mlp_post_norm = build_norm(model_config, params.submodule("mlp_post_norm"))
-        if has_dropout(model_config):
+        if model_config.has_dropout:
             self.register_forward_pre_hook(lambda _, args: (args[0], args[1].of_layer(layer)))
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
@@ -269,8 +268,8 @@ class Stage(nn.Module):
             self.mtp[str(depth)] = MTPLayer(model_config, own, block=block, tensor_parallel=parallel.tp, layer=layer)
         # The layers in order; `transform_blocks` may replace them by functions of one or several layers.
         self.layer_functions: list[Callable[..., Tensor]] = list(self.layers.values())
-        self._rotary = RotaryTables(model_config) if has_rope(model_config) else None
-        has_local = has_rope(model_config) and model_config.rotary_base_local is not None
+        self._rotary = RotaryTables(model_config) if model_config.has_rope else None
+        has_local = model_config.has_rope and model_config.rotary_base_local is not None
         self._window_rotary = RotaryTables(model_config, is_local=True) if has_local else None
         registered = [name for name, _ in self.named_parameters()]
         assert registered == [local.spec.name for local in params], "modules register other parameters than declared"

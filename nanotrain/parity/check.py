@@ -29,7 +29,6 @@ from torch import Tensor
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.batch_schedule import batch_schedule, batch_sizes
 from nanotrain.config.config import Config
-from nanotrain.config.derive import is_model_known
 from nanotrain.config.load import Loaded
 from nanotrain.config.validate import check_layout, check_model, validate_for_world
 from nanotrain.data.batch import Sample
@@ -116,7 +115,7 @@ def check_parity(loaded: Loaded, world_size: int, *, num_steps: int, tolerance: 
         ConfigError: the model cannot be sharded by the layout.
     """
     config = loaded.config
-    if not is_model_known(config):
+    if not config.is_model_known:
         complete = with_pretrained_model if config.checkpoint.pretrained_checkpoint else with_checkpoint_model
         config = complete(config, loaded.explicit)
         check_model(config)

@@ -34,10 +34,10 @@ from nanotrain.config.config import (
     PrecisionConfig,
     TrainConfig,
 )
-from nanotrain.config.derive import counted_ends, data_parallel_size, moe_layers, query_groups, round_up, window_layers
 from nanotrain.config.pattern import read_pattern, write_pattern
 from nanotrain.config.pipeline_layout import read_pipeline_layout, write_pipeline_layout
 from nanotrain.config.schema import KEYS, flat_values
+from nanotrain.quantities import round_up
 
 VOCAB_SIZE = 203  # not a multiple of 128, so the vocabulary is padded
 MIN_SEQ_LENGTH = 24
@@ -75,7 +75,7 @@ def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
     Raises:
         TopologyError: the layout does not fit the ranks.
     """
-    dp = data_parallel_size(config.parallel, world_size)
+    dp = config.parallel.data_parallel_size(world_size)
     # the shortest sequence that cp (two chunks per rank) and tp divide
     seq_unit = config.parallel.context_parallel_size * lcm(2, config.parallel.tensor_model_parallel_size)
     if config.train.step_seq_length_schedule:
@@ -210,12 +210,12 @@ def shrink_model(config: Config, seq_length: int) -> ModelConfig:
         **sizes,
     )
     moe = model_config.moe
-    if moe is None or moe.ffn_hidden_size is None or not all(moe_layers(model_config)):  # else no layer is dense
+    if moe is None or moe.ffn_hidden_size is None or not all(model_config.moe_layers):  # else no layer is dense
         ranks = lcm(tp, parallel.expert_tensor_parallel_size or 1)
         small = replace(small, ffn_hidden_size=_width(2 * small.hidden_size, ranks=ranks))
     if moe is None:
         return small
-    pattern = shrink_pattern(moe.layer_freq, moe_layers(model_config), num_layers=num_layers)
+    pattern = shrink_pattern(moe.layer_freq, model_config.moe_layers, num_layers=num_layers)
     return replace(small, moe=shrink_experts(replace(moe, layer_freq=pattern), parallel, ffn_size=small.hidden_size))
 
 
@@ -247,7 +247,7 @@ def shrink_layers(num_layers: int, parallel: ParallelConfig) -> Lengths:
     ranks = parallel.pipeline_model_parallel_size - sum(size is not None for size in ends)
     between, left = ranks * virtual, num_layers - sum(size or 0 for size in ends)
     middle = min(left, 2 * between + (left % between > 0)) if between else 0
-    if counted := sum(counted_ends(parallel)):
+    if counted := sum(parallel.counted_ends):
         middle = 2 * between - counted  # even again with what the ends count as
     return Lengths(middle + (first or 0) + (last or 0), first, last)
 
@@ -269,7 +269,7 @@ def shrink_attention(model_config: ModelConfig, parallel: ParallelConfig) -> dic
                 v_head_dim=8 if mla.v_head_dim == mla.qk_head_dim else 12,
             ),
         }
-    ratio, groups = model_config.num_attention_heads // query_groups(model_config), query_groups(model_config)
+    ratio, groups = model_config.num_attention_heads // model_config.query_groups, model_config.query_groups
     if groups >= tp:
         groups = _first(tp, least=2 * tp, most=groups, fits=lambda count: ratio * count % unit == 0)
     heads = ratio * groups
@@ -324,7 +324,7 @@ def shrink_windows(model_config: ModelConfig, num_layers: int) -> str:
     >>> shrink_windows(ModelConfig(num_layers=12, window_size=8, window_attn_skip_freq="[1]*9+[0]*3"), 4)
     '[1]*3+[0]'
     """
-    text, full = model_config.window_attn_skip_freq, window_layers(model_config)
+    text, full = model_config.window_attn_skip_freq, model_config.window_layers
     if "[" not in text or not any(full):
         return text
     small = tuple(full[layer * len(full) // num_layers] for layer in range(num_layers))

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 
 from nanotrain.config.config import PrecisionConfig
-from nanotrain.config.derive import accumulates_grads_in_fp32
 from nanotrain.precision.dtypes import TORCH_DTYPES
 
 
@@ -26,7 +25,7 @@ class Precision:
         params = TORCH_DTYPES[config.params_dtype.value]
         return cls(
             params=params,
-            grads=torch.float32 if accumulates_grads_in_fp32(config) else params,
+            grads=torch.float32 if config.accumulates_grads_in_fp32 else params,
             main_grads=TORCH_DTYPES[config.main_grads_dtype.value],
             main=TORCH_DTYPES[config.main_params_dtype.value],
             exp_avg=TORCH_DTYPES[config.exp_avg_dtype.value],

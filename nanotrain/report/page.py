@@ -14,8 +14,8 @@ from io import BytesIO
 from pathlib import Path
 from string import Template
 
+from nanotrain.config.batch_schedule import num_microbatches
 from nanotrain.config.config import ParallelConfig, TrainConfig
-from nanotrain.config.derive import data_parallel_size, num_microbatches
 from nanotrain.config.schema import with_values
 from nanotrain.errors import EnvironmentFault, NanotrainError
 from nanotrain.parallel.pp.actions import PipelineShape
@@ -144,7 +144,7 @@ def layout_html(run: RunHistory) -> str:
         groups = f"<pre>{escape(run_topology(parallel, world_size, as_json=False))}</pre>"
         if parallel.pipeline_model_parallel_size == 1 or parallel.pipeline_schedule not in SCHEDULES:
             return groups
-        count = num_microbatches(train, data_parallel_size(parallel, world_size))
+        count = num_microbatches(train, parallel.data_parallel_size(world_size))
         return groups + _schedule(parallel, count, name=run.name)
     except NanotrainError:  # written by another version
         return ""

@@ -11,17 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from nanotrain.config.config import ModelConfig, Normalization, NormPlacement, PositionEmbedding, SoftmaxType
-from nanotrain.config.derive import (
-    GATED,
-    ffn_size,
-    head_dim,
-    moe_ffn_size,
-    moe_layers,
-    no_rope_layers,
-    padded_vocab_size,
-    query_groups,
-    window_layers,
-)
+from nanotrain.config.model import GATED
 
 
 @dataclass(frozen=True)
@@ -89,10 +79,10 @@ class ModelShape:
         >>> ModelShape.of(ModelConfig(hidden_size=256, vocab_size=50257)).padded_vocab_size
         50304
         """
-        padded_size, vocab_size = padded_vocab_size(model_config), model_config.vocab_size
+        padded_size, vocab_size = model_config.padded_vocab_size, model_config.vocab_size
         assert vocab_size is not None, "padded_vocab_size raises without it"
         learned = model_config.position_embedding_type is PositionEmbedding.learned_absolute
-        width = head_dim(model_config)
+        width = model_config.head_dim
         return cls(
             num_layers=model_config.num_layers,
             hidden_size=model_config.hidden_size,
@@ -100,10 +90,10 @@ class ModelShape:
             padded_vocab_size=padded_size,
             num_positions=model_config.max_position_embeddings if learned else None,
             num_heads=model_config.num_attention_heads,
-            num_query_groups=query_groups(model_config),
+            num_query_groups=model_config.query_groups,
             head_dim=width,
             value_head_dim=width if model_config.mla is None else model_config.mla.v_head_dim,
-            ffn_size=ffn_size(model_config),
+            ffn_size=model_config.ffn_size,
             is_gated=model_config.activation in GATED,
             has_linear_bias=model_config.add_bias_linear,
             has_qkv_bias=model_config.add_bias_linear or model_config.add_qkv_bias,
@@ -117,8 +107,8 @@ class ModelShape:
             is_tied=not model_config.untie_embeddings_and_output_weights,
             init_std=model_config.init_method_std,
             window_size=model_config.window_size,
-            window_layers=window_layers(model_config),
-            no_rope_layers=no_rope_layers(model_config),
+            window_layers=model_config.window_layers,
+            no_rope_layers=model_config.no_rope_layers,
             mla=_mla_shape(model_config),
             moe=_moe_shape(model_config),
             num_mtp_layers=model_config.mtp.num_layers or 0,
@@ -172,10 +162,10 @@ def _moe_shape(model_config: ModelConfig) -> MoEShape | None:
     if moe is None:
         return None
     return MoEShape(
-        layers=moe_layers(model_config),
+        layers=model_config.moe_layers,
         num_experts=moe.num_experts,
         topk=moe.router_topk,
-        ffn_size=moe_ffn_size(model_config),
+        ffn_size=model_config.moe_ffn_size,
         shared_ffn_size=moe.shared_expert_intermediate_size,
         has_shared_gate=moe.shared_expert_gate,
     )

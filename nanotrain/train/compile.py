@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nanotrain.config.config import Config, ParallelConfig
-from nanotrain.config.derive import recomputed_modules
 from nanotrain.config.model import SoftmaxType
 from nanotrain.config.rules.memory import DISCARDED
 from nanotrain.parallel.pp.actions import ActionKind, PipelineShape
@@ -28,12 +27,12 @@ BREAKS: dict[str, Callable[[Config], object]] = {
         lambda config: _has_special_attention(config)
     ),
     "the routed experts (model/moe.py)": lambda config: config.model.moe is not None,
-    "recomputed modules (memory/recompute.py)": lambda config: recomputed_modules(config.memory),
+    "recomputed modules (memory/recompute.py)": lambda config: config.memory.recomputed_modules,
 }
 # settings that compiled blocks do not support; together with an explicit --torch-compile they are errors (config/rules)
 UNSUPPORTED: dict[str, Callable[[Config], object]] = {
     "--cpu-offloading": lambda config: config.memory.cpu_offloading,
-    "--recompute-modules": lambda config: DISCARDED.intersection(recomputed_modules(config.memory)),
+    "--recompute-modules": lambda config: DISCARDED.intersection(config.memory.recomputed_modules),
     "--debug-nan": lambda config: config.train.debug_nan,
 }
 

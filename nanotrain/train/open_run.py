@@ -18,7 +18,6 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.batch_schedule import samples_of_steps
 from nanotrain.config.config import Config
 from nanotrain.config.data_stages import read_stages
-from nanotrain.config.derive import data_parallel_size, validates
 from nanotrain.config.load import to_yaml
 from nanotrain.config.pipeline_layout import moves_mtp_layers
 from nanotrain.data.build import first_blend
@@ -148,7 +147,7 @@ def choose_hooks(config: Config, tokenizer: str | None, *, planned: PlannedPeak 
     train, later_timeout_s = config.train, config.parallel.distributed_timeout_seconds_after_init
     hooks: list[tuple[bool, Hook]] = [
         (later_timeout_s is not None, TimeoutHook(later_timeout_s or 0.0)),
-        (validates(config), EvaluateHook(tokenizer)),
+        (config.validates, EvaluateHook(tokenizer)),
         (True, LogHook()),
         (train.debug_nan, DebugNanHook()),
         (train.check_weight_hash_across_dp_replicas_interval > 0, ReplicasHook()),
@@ -236,7 +235,7 @@ def _data(plan: Plan, inputs: RunInputs) -> str:
         unit = "sample" if stage.in_samples else "step"
         texts.append(f"{stage.name} from {unit} {stage.start:,}: {stage.blend}")
     texts += _ids_outside(plan)
-    if config.train.eval_interval and config.train.eval_iters and not validates(config):
+    if config.train.eval_interval and config.train.eval_iters and not config.validates:
         texts.append(f"no validation, --split {config.data.split} leaves no documents for it")
     return "; ".join(texts)
 
@@ -288,7 +287,7 @@ def _layout(plan: Plan, device: str) -> str:
     sizes = {axis: topology.size(axis) for axis in ("tp", "cp", "pp")}
     if plan.config.model.moe is not None:
         sizes |= {axis: topology.size(axis) for axis in ("ep", "etp")}
-    sizes["dp"] = data_parallel_size(parallel, topology.world_size)
+    sizes["dp"] = parallel.data_parallel_size(topology.world_size)
     shown = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     if topology.size("pp") > 1:
         shown.append(f"schedule {parallel.pipeline_schedule}")

@@ -19,7 +19,6 @@ from nanotrain.comm.device import HostCopy
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.stop_point import PassStopped
-from nanotrain.config.derive import has_dropout
 from nanotrain.model.context import BatchContext
 from nanotrain.optim.distributed import Update
 from nanotrain.parallel.dp.data_parallel import DataParallel
@@ -140,7 +139,7 @@ def reduced_grads(run: Run) -> Iterator[None]:
 def contexts(run: Run, batch: GlobalBatch) -> list[BatchContext]:
     """The microbatches of the next step with loss scales, dropout seed and the fields of the parts."""
     cp, fields = run.context.group("cp"), run.parts.context(batch)
-    seed = run.config.train.seed if has_dropout(run.config.model) else None
+    seed = run.config.train.seed if run.config.model.has_dropout else None
     scale = run.loss_scale / run.plan.num_sequences_at(run.state.consumed_samples)
     return [
         BatchContext.of(part, cp=cp, aux_loss_scale=scale, dropout_seed=seed, **fields) for part in batch.microbatches

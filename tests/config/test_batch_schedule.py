@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.config.batch_schedule import batch_sizes, read_ramp_up, read_steps, samples_of_steps, steps_of_samples
+from nanotrain.config.batch_schedule import (
+    batch_sizes,
+    global_batch_size,
+    num_microbatches,
+    read_ramp_up,
+    read_steps,
+    samples_of_steps,
+    steps_of_samples,
+)
+from nanotrain.config.config import TrainConfig
 from nanotrain.config.load import load_config
 from nanotrain.errors import ConfigError
 
@@ -86,3 +95,17 @@ def test_steps_may_fall_and_are_counted_alike() -> None:
 
 def test_an_enormous_ramp_up_is_counted_without_stepping_through_it() -> None:
     assert steps_of_samples(read_ramp_up([8, 8, 10**15], final=80), 10**18) == 12_526_791_225_749_559
+
+
+def test_a_global_batch_is_cut_into_whole_microbatches() -> None:
+    train = TrainConfig(micro_batch_size=2, global_batch_size=24)
+    assert [num_microbatches(train, dp) for dp in (1, 2, 3, 4, 5, 12)] == [12, 6, 4, 3, 3, 1]
+    with pytest.raises(ConfigError, match="micro_batch_size 2 x data-parallel size 13 = 26; .* --global-batch-size 26"):
+        num_microbatches(train, 13)
+    with pytest.raises(ConfigError, match="micro_batch_size 5 must divide it; set --global-batch-size 30"):
+        num_microbatches(TrainConfig(micro_batch_size=5, global_batch_size=24), 2)
+
+
+def test_an_unset_global_batch_is_one_microbatch_a_rank() -> None:
+    train = TrainConfig(micro_batch_size=3)
+    assert global_batch_size(train, 5) == 15 and num_microbatches(train, 5) == 1

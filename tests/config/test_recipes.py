@@ -2,9 +2,9 @@
 
 import pytest
 
+from nanotrain.config.batch_schedule import global_batch_size
 from nanotrain.config.compose import config_dir
 from nanotrain.config.config import DType, RouterScore
-from nanotrain.config.derive import global_batch_size, head_dim, moe_layers
 from nanotrain.config.load import load, load_config
 from nanotrain.config.schema import value_of
 from nanotrain.config.validate import check_layout, validate_for_world
@@ -60,8 +60,8 @@ def test_a_mixture_has_the_size_of_the_published_model_and_fills_its_ranks(recip
 def test_deepseek_routes_as_published():
     """Three dense layers, 256 sigmoid experts in 8 groups of which 4, one shared, weights scaled by 2.5."""
     model = load(["+config=deepseek_v3"], to_train=False).config.model
-    assert [index for index, has_experts in enumerate(moe_layers(model)) if not has_experts] == [0, 1, 2]
-    assert head_dim(model) == 192
+    assert [index for index, has_experts in enumerate(model.moe_layers) if not has_experts] == [0, 1, 2]
+    assert model.head_dim == 192
     assert (model.moe.num_experts, model.moe.router_topk, model.moe.router_topk_scaling_factor) == (256, 8, 2.5)
     assert (model.moe.router_num_groups, model.moe.router_group_topk) == (8, 4)
     assert model.moe.router_score_function is RouterScore.sigmoid and model.moe.router_enable_expert_bias

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from nanotrain.config.batch_schedule import num_microbatches
 from nanotrain.config.compose import config_dir
 from nanotrain.config.config import Config, DType
-from nanotrain.config.derive import head_dim, moe_layers, num_microbatches, padded_vocab_size, query_groups
 from nanotrain.config.load import load
 from nanotrain.config.schema import KEYS, flat_values, value_of, with_values
 from nanotrain.config.validate import check_layout, check_model, validate_for_world
@@ -50,16 +50,14 @@ def assert_valid_and_alike(config: Config, world: int) -> None:
     before, after = config.model, small.model
     assert all(value_of(before, key) == value_of(after, key) for key in UNCHANGED)
     if not before.multi_latent_attention:
-        assert before.num_attention_heads * query_groups(after) == after.num_attention_heads * query_groups(before)
-    assert set(moe_layers(before)) == set(moe_layers(after))
+        assert before.num_attention_heads * after.query_groups == after.num_attention_heads * before.query_groups
+    assert set(before.moe_layers) == set(after.moe_layers)
     assert (before.moe is None) == (after.moe is None)
     dp = world // (Topology.of(small.parallel, world).size("model") * small.parallel.context_parallel_size)
     assert num_microbatches(small.train, dp) >= 2
     assert small.precision.params_dtype is DType.fp32
-    assert after.vocab_size is not None and after.vocab_size % 128 and padded_vocab_size(after) <= 512
-    assert (
-        head_dim(after) <= 16 and after.hidden_size <= 512 and after.hidden_size <= 12 * after.num_attention_heads * 4
-    )
+    assert after.vocab_size is not None and after.vocab_size % 128 and after.padded_vocab_size <= 512
+    assert after.head_dim <= 16 and after.hidden_size <= 512 and after.hidden_size <= 12 * after.num_attention_heads * 4
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -114,7 +112,7 @@ def test_both_kinds_of_layers_remain() -> None:
     model = replace(recipe("deepseek_v3").model, num_layers=61)
     config = replace(recipe("deepseek_v3"), model=model, parallel=recipe("tiny").parallel)
     small = shrink(config, 1, num_steps=1)
-    assert set(moe_layers(small.model)) == {False, True} and num_parameters(ModelShape.of(small.model)) < 1_000_000
+    assert set(small.model.moe_layers) == {False, True} and num_parameters(ModelShape.of(small.model)) < 1_000_000
 
 
 def test_ends_of_a_pipeline_stay_uneven() -> None:

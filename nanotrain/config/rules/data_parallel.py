@@ -1,7 +1,6 @@
 """Rules of data parallelism: dtypes of gradients and their reduction, optimizer instances, gathered parameters."""
 
 from nanotrain.config.config import DType, MainGradsDType, OuterShardingStrategy, ShardingStrategy
-from nanotrain.config.derive import accumulates_grads_in_fp32
 from nanotrain.config.rules.rule import Rule, Values
 
 SHARDED_GRADS = (ShardingStrategy.optim_grads, ShardingStrategy.optim_grads_params)
@@ -9,7 +8,7 @@ SHARDED_GRADS = (ShardingStrategy.optim_grads, ShardingStrategy.optim_grads_para
 
 def reduces_in_fp32(v: Values) -> bool:
     """Whether gradients are reduced in fp32."""
-    return v.params_dtype is DType.fp32 or accumulates_grads_in_fp32(v.config.precision)
+    return v.params_dtype is DType.fp32 or v.config.precision.accumulates_grads_in_fp32
 
 
 # fmt: off

@@ -1,10 +1,9 @@
 """Rules of fp8: its data types, its layers, and the sizes of its matrix products."""
 
 from nanotrain.config.config import DType, Fp8Format
-from nanotrain.config.derive import round_up
 from nanotrain.config.option import flag_of
 from nanotrain.config.rules.rule import Rule, Values
-from nanotrain.quantities import count_of
+from nanotrain.quantities import count_of, round_up
 
 ALIGNMENT = 16  # torch's fp8 products take matrices whose sizes are multiples of this
 SCALED_ALONG_ROWS = ("rowwise", "mxfp8")  # as in precision/fp8.py: a transposed weight has other scales

@@ -7,10 +7,9 @@ and etp the width of each.
 from collections.abc import Callable
 from math import lcm
 
-from nanotrain.config.derive import round_up
 from nanotrain.config.option import flag_of
 from nanotrain.config.rules.rule import Rule, Values
-from nanotrain.quantities import count_of
+from nanotrain.quantities import count_of, round_up
 
 END_FLAGS = "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
 COUNTED = "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"

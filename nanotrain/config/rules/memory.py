@@ -1,7 +1,6 @@
 """Rules of recomputation and offloading: what is named has to exist, and the choices must not contradict."""
 
 from nanotrain.config.config import DeviceKind, NormPlacement, RecomputeGranularity
-from nanotrain.config.derive import recomputed_modules
 from nanotrain.config.rules.rule import Rule, Values
 from nanotrain.config.suggest import nearest_choice
 from nanotrain.quantities import count_of
@@ -24,12 +23,12 @@ DISCARDED = {"layernorm", "mla_up_proj", "moe_act"}
 
 def unknown_modules(v: Values) -> list[str]:
     """Names that are no module."""
-    return [name for name in recomputed_modules(v.config.memory) if name not in MODULES]
+    return [name for name in v.config.memory.recomputed_modules if name not in MODULES]
 
 
 def missing_modules(v: Values) -> list[str]:
     """Modules that the model does not have."""
-    return [name for name in recomputed_modules(v.config.memory) if name in MODULES and not MODULES[name][0](v)]
+    return [name for name in v.config.memory.recomputed_modules if name in MODULES and not MODULES[name][0](v)]
 
 
 def longest_stage(v: Values) -> int:
@@ -70,13 +69,13 @@ MEMORY_RULES = (
         lambda v: f"recompute_modules {' '.join(missing_modules(v))} has no effect",
         lambda v: MODULES[missing_modules(v)[0]][1].format_map(v),
         lambda v: f"leave {' '.join(missing_modules(v))} out of --recompute-modules"),
-    Rule("recompute_modules", lambda v: {"moe", "moe_act"} <= {*recomputed_modules(v.config.memory)},
+    Rule("recompute_modules", lambda v: {"moe", "moe_act"} <= {*v.config.memory.recomputed_modules},
         "recompute_modules moe_act has no effect", "moe recomputes the whole layer, its activation included",
         "leave moe or moe_act out of --recompute-modules"),
     Rule("torch_compile recompute_modules",
-        lambda v: v.torch_compile and DISCARDED.intersection(recomputed_modules(v.config.memory)),
+        lambda v: v.torch_compile and DISCARDED.intersection(v.config.memory.recomputed_modules),
         lambda v: "torch_compile with recompute_modules "
-        f"{' '.join(name for name in recomputed_modules(v.config.memory) if name in DISCARDED)}",
+        f"{' '.join(name for name in v.config.memory.recomputed_modules if name in DISCARDED)}",
         "compiled code keeps its own choice of activations, and recomputes norms and activations by itself",
         "leave out --torch-compile, or these modules"),
     Rule("cpu_offloading cpu_offloading_num_layers", lambda v: v.cpu_offloading and v.cpu_offloading_num_layers == 0,

@@ -6,19 +6,6 @@ from math import lcm
 from typing import Any
 
 from nanotrain.config.config import Config
-from nanotrain.config.derive import (
-    counted_ends,
-    ffn_size,
-    has_rope,
-    head_dim,
-    moe_ffn_size,
-    moe_layers,
-    no_rope_layers,
-    padded_vocab_size,
-    query_groups,
-    rotary_dim,
-    window_layers,
-)
 from nanotrain.config.length_schedule import length_schedule
 from nanotrain.config.pipeline_layout import count_mtp_layers, read_pipeline_layout
 from nanotrain.config.schema import ENTRIES, value_of
@@ -43,11 +30,11 @@ class Values:
         self.has_experts = self.num_experts is not None
         self.num_groups, self.group_topk = self.moe_router_num_groups or 1, self.moe_router_group_topk or 1
         self.experts_per_group = (self.num_experts or 0) // self.num_groups
-        self.head_dim, self.query_groups = head_dim(model), query_groups(model)
-        self.has_rope, self.rotary_dim = has_rope(model), rotary_dim(model)
-        self.ffn_size, self.moe_ffn_size = ffn_size(model), moe_ffn_size(model)
+        self.head_dim, self.query_groups = model.head_dim, model.query_groups
+        self.has_rope, self.rotary_dim = model.has_rope, model.rotary_dim
+        self.ffn_size, self.moe_ffn_size = model.ffn_size, model.moe_ffn_size
         # 0 without a tokenizer yet: checked again once its size is known (`open_inputs`)
-        self.vocab_rows = 0 if model.vocab_size is None else padded_vocab_size(model)
+        self.vocab_rows = 0 if model.vocab_size is None else model.padded_vocab_size
 
     def __getattr__(self, name: str) -> Any:
         if name not in ENTRIES:
@@ -60,7 +47,7 @@ class Values:
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:
-        return moe_layers(self.config.model)
+        return self.config.model.moe_layers
 
     @property
     def splits_sequence_by_tp(self) -> bool:
@@ -89,11 +76,11 @@ class Values:
 
     @property
     def window_layers(self) -> tuple[bool, ...]:
-        return window_layers(self.config.model)
+        return self.config.model.window_layers
 
     @property
     def no_rope_layers(self) -> tuple[bool, ...]:
-        return no_rope_layers(self.config.model)
+        return self.config.model.no_rope_layers
 
     @property
     def layout_lengths(self) -> tuple[int, ...] | None:
@@ -118,7 +105,7 @@ class Values:
     @property
     def counted_layers(self) -> int:
         """Layers that are split evenly over stages, with those that embedding and head count as."""
-        return int(self.num_layers) + (0 if self.pp == 1 else sum(counted_ends(self.config.parallel)))
+        return int(self.num_layers) + (0 if self.pp == 1 else sum(self.config.parallel.counted_ends))
 
     @property
     def end_lengths(self) -> list[int]:

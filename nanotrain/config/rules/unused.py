@@ -20,7 +20,7 @@ from nanotrain.config.config import (
     ShardingStrategy,
     WeightDecayStyle,
 )
-from nanotrain.config.derive import GATED, is_model_known
+from nanotrain.config.model import GATED
 from nanotrain.config.option import Entry
 from nanotrain.config.rules.rule import Values
 from nanotrain.config.schema import (
@@ -304,7 +304,7 @@ def reset_unused(
         if not unreadable.isdisjoint(cause.name for cause in causes):
             continue
         # The model section may be read later, from a checkpoint or from config.json of pretrained weights.
-        if not is_model_known(config) and any(cause.key.startswith("model.") for cause in causes):
+        if not config.is_model_known and any(cause.key.startswith("model.") for cause in causes):
             continue
         with errors:
             if not rule.holds(Values(config)):
@@ -322,7 +322,7 @@ def reset_unused(
             source = "the command line" if entry.key in explicit else "the YAML"
             source = "Megatron-LM" if entry.key in defaults else source
             origins[entry.key] = f"default, not {source}'s {typed(value)}: {rule.why}"
-    return without_absent(config) if is_model_known(config) else config, origins
+    return without_absent(config) if config.is_model_known else config, origins
 
 
 def without_effect(config: Config, entry: Entry, *, rule: Unused) -> ConfigError:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanotrain.config.config import ModelConfig, MoEConfig, PositionEmbedding, RouterScore
-from nanotrain.config.derive import GATED, has_rope, is_rope_scaled, no_rope_layers, window_layers
+from nanotrain.config.model import GATED
 from nanotrain.config.pattern import write_pattern
 from nanotrain.config.schema import without_absent
 from nanotrain.spec.shape import ModelShape, MoEShape
@@ -63,11 +63,11 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
     scale = model_config.softmax_scale
     if scale is not None and math.isclose(scale, shape.head_dim**-0.5) and not model_config.multi_latent_attention:
         model_config = replace(model_config, softmax_scale=None)
-    if not has_rope(model_config):
+    if not model_config.has_rope:
         model_config = replace(model_config, rotary_base=_DEFAULT.rotary_base, rotary_base_local=None, no_rope_freq="0")
-    without = no_rope_layers(model_config)
+    without = model_config.no_rope_layers
     model_config = replace(model_config, no_rope_freq=write_pattern(without) if any(without) else "0")
-    if not has_rope(model_config) or model_config.multi_latent_attention:
+    if not model_config.has_rope or model_config.multi_latent_attention:
         model_config = replace(model_config, rotary_percent=_DEFAULT.rotary_percent)
     if model_config.position_embedding_type is not PositionEmbedding.rope or not model_config.use_rope_scaling:
         model_config = replace(model_config, use_rope_scaling=False, **_DEFAULT_ROPE_SCALING)
@@ -79,9 +79,9 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
         model_config = replace(model_config, qk_layernorm_across_heads=False)
     if model_config.window_size is None:
         return replace(model_config, window_attn_skip_freq=_DEFAULT.window_attn_skip_freq, rotary_base_local=None)
-    if model_config.rotary_base_local == model_config.rotary_base and not is_rope_scaled(model_config):
+    if model_config.rotary_base_local == model_config.rotary_base and not _is_rope_scaled(model_config):
         model_config = replace(model_config, rotary_base_local=None)
-    layers = window_layers(model_config)
+    layers = model_config.window_layers
     return replace(model_config, window_attn_skip_freq="0" if all(layers) else write_pattern(layers))
 
 
@@ -94,6 +94,12 @@ def _canonical_experts(moe: MoEConfig, shape: MoEShape) -> MoEConfig:
     if moe.router_score_function is RouterScore.sigmoid:
         moe = replace(moe, router_pre_softmax=MoEConfig().router_pre_softmax)
     return moe
+
+
+def _is_rope_scaled(model_config: ModelConfig) -> bool:
+    """Whether rotary frequencies are changed for a longer context."""
+    is_longer = model_config.use_rope_scaling or model_config.rotary_seq_len_interpolation_factor != 1
+    return model_config.yarn is not None or is_longer
 
 
 _DEFAULT = ModelConfig()

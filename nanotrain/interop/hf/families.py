@@ -17,7 +17,6 @@ from typing import Any
 import yaml
 
 from nanotrain.config.config import ModelConfig, MTPConfig
-from nanotrain.config.derive import moe_layers
 from nanotrain.config.schema import (
     KEYS,
     config_from_dict,
@@ -219,7 +218,7 @@ def check_against(from_hf: ModelConfig, configured: ModelConfig, *, explicit: fr
     free = free_keys(from_hf)
     given = {key: value_of(configured, key) for key in sorted(explicit - set(free))}
     given = {key: value for key, value in given.items() if value is not None}
-    if all(moe_layers(from_hf)):
+    if all(from_hf.moe_layers):
         given.pop("ffn_hidden_size", None)  # the width of an MLP that no layer has; harmless in training too
     ours, theirs = canonical(with_values(from_hf, given)), canonical(from_hf)
     for key, value in given.items():

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from nanotrain.config.config import Activation, ModelConfig, MoEConfig, PositionEmbedding, YarnConfig
-from nanotrain.config.derive import moe_layers, no_rope_layers, window_layers
 from nanotrain.config.pattern import write_pattern
 from nanotrain.config.schema import value_of, with_values
 from nanotrain.interop.hf.canonical import resolved
@@ -162,7 +161,7 @@ def _read_layer_windows(raw: Raw) -> Values:
 def _write_layer_windows(model_config: ModelConfig) -> Values:
     window = model_config.window_size
     return {
-        "layer_types": [SLIDING if has_window else FULL for has_window in window_layers(model_config)],
+        "layer_types": [SLIDING if has_window else FULL for has_window in model_config.window_layers],
         "sliding_window": 4096 if window is None else window + 1,  # no layer reads it without a window
     }
 
@@ -198,7 +197,7 @@ def _read_no_rope(raw: Raw) -> Values:
 
 
 def _write_no_rope(model_config: ModelConfig) -> Values:
-    layers = [int(not without) for without in no_rope_layers(model_config)]
+    layers = [int(not without) for without in model_config.no_rope_layers]
     return {"no_rope_layers": layers, "layer_types": [FULL] * len(layers), "use_sliding_window": False}
 
 
@@ -226,7 +225,7 @@ def _write_biases(model_config: ModelConfig) -> Values:
 
 def _write_router(model_config: ModelConfig) -> Values:
     # transformers multiplies by the top k and takes the mean over layers, where the layers are summed here
-    moe, num_layers = model_config.moe or MoEConfig(), sum(moe_layers(model_config))
+    moe, num_layers = model_config.moe or MoEConfig(), sum(model_config.moe_layers)
     coefficient = sum(moe.aux_loss_coeff) * num_layers / moe.router_topk
     return {"output_router_logits": False, "router_aux_loss_coef": coefficient}
 
@@ -247,7 +246,7 @@ def _read_layers(raw: Raw) -> Values:
 def _write_layers(model_config: ModelConfig) -> Values:
     return {
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer for layer, has_experts in enumerate(moe_layers(model_config)) if not has_experts],
+        "mlp_only_layers": [layer for layer, has_experts in enumerate(model_config.moe_layers) if not has_experts],
         "norm_topk_prob": not (model_config.moe or MoEConfig()).router_pre_softmax,
     }
 
@@ -271,7 +270,7 @@ def _read_experts(raw: Raw) -> Values:
 
 
 def _write_experts(model_config: ModelConfig) -> Values:
-    moe, layers = resolved(model_config).moe or MoEConfig(), moe_layers(model_config)
+    moe, layers = resolved(model_config).moe or MoEConfig(), model_config.moe_layers
     return {
         "first_k_dense_replace": layers.index(True) if any(layers) else len(layers),
         "n_group": moe.router_num_groups or 1,

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from nanotrain.attention.backends import AttentionChoice, AttentionDevice, installed_torch
 from nanotrain.config.config import Activation, RecomputeGranularity
-from nanotrain.config.derive import has_score_options, recomputed_modules
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.parallel.tp.loss import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
 from nanotrain.precision.policy import Precision
@@ -43,7 +42,7 @@ class Activations:
         config, self.shape, self.device = plan.config, plan.shape, device
         attention = AttentionChoice.of(config, AttentionDevice(device, (9, 0), installed_torch()))
         self.attention = {False: attention.full, True: attention.window}  # by whether a layer has a window
-        self.config, self.modules = config, frozenset(recomputed_modules(config.memory))
+        self.config, self.modules = config, frozenset(config.memory.recomputed_modules)
         self.tp, self.cp, self.ep, self.etp = (plan.groups[axis].size for axis in ("tp", "cp", "ep", "etp"))
         self.cp_comm_type = config.parallel.cp_comm_type if self.cp > 1 else None
         fusion, shards = config.parallel.gradient_accumulation_fusion, plan.data_parallel.strategy.shard_grads
@@ -171,7 +170,7 @@ class Activations:
             value_input = value_dim + (shape.mla.nope_dim if shape.mla else 0)
             inputs = keeps_inputs * (num_heads * shape.head_dim + groups * (shape.head_dim + value_input))
             return self.tokens * (inputs + num_heads * value_dim) * self.itemsize
-        if backend == "math" and not has_score_options(self.config.model):
+        if backend == "math" and not self.config.model.has_score_options:
             return self._written_out(num_heads)
         is_padded = backend == "sdpa flash" and value_dim < shape.head_dim
         # The next layer keeps the output again where it was sliced, concatenated or sent.

@@ -11,8 +11,8 @@ from itertools import chain, product
 from math import prod
 from typing import Any, NamedTuple
 
+from nanotrain.config.batch_schedule import num_microbatches
 from nanotrain.config.config import Config, MemoryConfig, RecomputeGranularity, ShardingStrategy
-from nanotrain.config.derive import data_parallel_size, num_microbatches, recomputed_modules, validates
 from nanotrain.config.schema import with_values
 from nanotrain.config.validate import check_layout
 from nanotrain.errors import ConfigError, NanotrainError
@@ -90,7 +90,7 @@ def plan_memory(
         device: "cpu" or "cuda".
         schedule: `train_schedule` of these arguments, where it was built before.
     """
-    parallel, dp_size = config.parallel, data_parallel_size(config.parallel, world_size)
+    parallel, dp_size = config.parallel, config.parallel.data_parallel_size(world_size)
     pp_size, count = parallel.pipeline_model_parallel_size, num_microbatches(config.train, dp_size)
     # Planning the transfers of many microbatches takes seconds. A plan for few has the same stages, buffers and groups.
     # Schedules of the batch size change only the number of microbatches.
@@ -142,7 +142,7 @@ def worst_memory(config: Config, world_size: int, *, device: str) -> MemoryPlan:
 
 def train_schedule(config: Config, world_size: int) -> Schedule:
     """The pipeline schedule of a training step, of all pipeline ranks."""
-    parallel, dp_size = config.parallel, data_parallel_size(config.parallel, world_size)
+    parallel, dp_size = config.parallel, config.parallel.data_parallel_size(world_size)
     sizes = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
     return build_schedule(parallel.pipeline_schedule, PipelineShape(*sizes, num_microbatches(config.train, dp_size)))
 
@@ -209,7 +209,7 @@ def peak_of(plan: Plan, kept: Activations, *, schedule: Schedule) -> Peak:
     bytes_of = {stage.spec.index: kept.stage(stage.spec) for stage in plan.stages}
     with_head = {stage.spec.index for stage in plan.stages if stage.spec.has_head}
     now, count, block, loss = 0, 0, kept.block_working(), kept.loss_working()
-    moments = [Peak(0, 0, kept.loss_working(is_training=False) if with_head and validates(plan.config) else 0)]
+    moments = [Peak(0, 0, kept.loss_working(is_training=False) if with_head and plan.config.validates else 0)]
     for action in schedule.actions[plan.groups["pp"].index]:
         stage, is_forward = bytes_of[action.stage], action.kind is ActionKind.forward
         changes = {
@@ -228,7 +228,7 @@ def peak_of(plan: Plan, kept: Activations, *, schedule: Schedule) -> Peak:
 def _describe_recompute(memory: MemoryConfig) -> str:
     if memory.recompute_granularity is None:
         return ""
-    modules = recomputed_modules(memory)
+    modules = memory.recomputed_modules
     return " ".join([memory.recompute_granularity.value, *modules])
 
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from nanotrain.attention.backends import backend_flags
-from nanotrain.config.batch_schedule import batch_schedule
+from nanotrain.config.batch_schedule import batch_schedule, global_batch_size
 from nanotrain.config.config import Config, OuterShardingStrategy, ParallelConfig
-from nanotrain.config.derive import counted_ends, global_batch_size
 from nanotrain.config.length_schedule import length_schedule
 from nanotrain.config.pipeline_layout import read_pipeline_layout
 from nanotrain.config.schema import ENTRIES, check_choice, value_of
@@ -295,7 +294,7 @@ def _stage_specs(parallel: ParallelConfig, num_layers: int) -> tuple[StageSpec, 
         first=parallel.decoder_first_pipeline_num_layers,
         last=parallel.decoder_last_pipeline_num_layers,
         stages_per_rank=per_rank,
-        counted_ends=counted_ends(parallel),
+        counted_ends=parallel.counted_ends,
     )
 
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 from nanotrain.comm.group import reduced_bytes
 from nanotrain.config.config import RecomputeGranularity
-from nanotrain.config.derive import recomputed_modules
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.optim.matrix_update import WholeMatrices, grid_groups, plan_matrices
 from nanotrain.parallel.dp.fp8_weights import scales_shape
@@ -199,7 +198,7 @@ def recomputed_layers(plan: Plan, module: str) -> list[int]:
             for group in recomputed_groups(config, len(layers))
             for i in group
         ]
-    return _layers(plan) if module in recomputed_modules(config.memory) else []
+    return _layers(plan) if module in config.memory.recomputed_modules else []
 
 
 def _layers(plan: Plan) -> list[int]:

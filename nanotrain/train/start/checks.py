@@ -17,7 +17,6 @@ from nanotrain.attention.backends import AttentionChoice, AttentionDevice
 from nanotrain.comm import device
 from nanotrain.comm.parallel_context import Launch
 from nanotrain.config.config import Config, Fp8Config, Fp8Format
-from nanotrain.config.derive import is_model_known
 from nanotrain.data.build import uses_quickstart
 from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
 from nanotrain.log import get_logger
@@ -140,7 +139,7 @@ def check_activation_offload(start: Start) -> None:
 
 def check_memory(start: Start) -> None:
     """The run fits into the memory of the device, as far as its model is known."""
-    if start.config.model.vocab_size is not None and is_model_known(start.config):
+    if start.config.model.vocab_size is not None and start.config.is_model_known:
         world_size = start.launch.world_size
         require_memory(start.config, world_size, device=start.device.type, available=start.available)
 

@@ -28,7 +28,6 @@ from nanotrain.checkpoint.store import (
     step_entries,
 )
 from nanotrain.config.config import Config, DataConfig
-from nanotrain.config.derive import validates
 from nanotrain.config.load import Loaded
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import KEYS, config_from_dict, flat_values, plain, value_of, with_values
@@ -79,7 +78,7 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
     config = _with_vocabulary(config, tokenizer)
     check_model(config)
     check_layout(config)
-    required = {"train", "valid"} if validates(config) else {"train"}
+    required = {"train", "valid"} if config.validates else {"train"}
     assert config.model.vocab_size, "set by _with_vocabulary"
     datasets = build_data(data, vocab_size=config.model.vocab_size, seed=config.train.seed, required=required)
     checkpoint = _checkpoint_to_load(config, folder) if reads_checkpoint else None

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanotrain.config.config import Activation, ModelConfig, MoEConfig, PositionEmbedding, RouterScore
-from nanotrain.config.derive import moe_layers
 from nanotrain.config.schema import with_values
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical
@@ -166,7 +165,7 @@ def test_dense_layers_of_a_qwen3_moe_become_a_pattern_and_come_back(entries: dic
     model = config_from_hf(raw)
     assert model.moe.layer_freq == pattern
     assert (model.ffn_hidden_size is None) is (pattern == "1")
-    dense = [index for index, has_experts in enumerate(moe_layers(model)) if not has_experts]
+    dense = [index for index, has_experts in enumerate(model.moe_layers) if not has_experts]
     written = config_to_hf(model, family="qwen3_moe")
     assert (written["mlp_only_layers"], written["decoder_sparse_step"]) == (dense, 1)
     assert config_from_hf(written) == model

@@ -16,7 +16,6 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from nanotrain.comm.group import Group
 from nanotrain.config.config import ModelConfig
-from nanotrain.config.derive import moe_layers
 from nanotrain.config.load import load
 from nanotrain.interop.hf.canonical import canonical
 from nanotrain.interop.hf.export import export_weights
@@ -48,7 +47,7 @@ def test_entries_that_qwen3_moe_omits_are_those_of_transformers() -> None:
     )  # fmt: skip
     layers = transformers.Qwen3MoeForCausalLM(sparse).model.layers
     has_experts = tuple(hasattr(layer.mlp, "experts") for layer in layers)
-    assert moe_layers(config_from_hf(sparse.to_dict())) == has_experts == (False, True, False, False)
+    assert config_from_hf(sparse.to_dict()).moe_layers == has_experts == (False, True, False, False)
 
 
 @pytest.mark.parametrize("name", MIXTURES)

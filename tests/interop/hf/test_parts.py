@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from nanotrain.config.config import Activation, ModelConfig, YarnConfig
-from nanotrain.config.derive import window_layers
 from nanotrain.config.schema import with_values
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical
@@ -162,7 +161,7 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
 def test_layers_with_a_window_keep_unscaled_positions() -> None:
     model = config_from_hf({"model_type": "olmo3", "num_hidden_layers": 8, "rope_scaling": YARN})
     assert (model.position_embedding_type, model.rotary_base_local) == ("yarn", 500000)
-    assert window_layers(model) == (True, True, True, False) * 2
+    assert model.window_layers == (True, True, True, False) * 2
 
 
 def test_a_window_in_every_layer_and_none() -> None:
@@ -194,7 +193,7 @@ ONE_B = {
 def test_the_older_format_of_windows_and_rotary_bases() -> None:
     model = config_from_hf(ONE_B)
     assert (model.rotary_base, model.rotary_base_local, model.window_size) == (1e6, 1e4, 511)
-    assert window_layers(model)[:7] == (True,) * 5 + (False, True)
+    assert model.window_layers[:7] == (True,) * 5 + (False, True)
     assert model.softmax_scale is None and not model.untie_embeddings_and_output_weights
 
 
@@ -216,7 +215,7 @@ def test_what_the_model_lacks_is_refused(entry: dict[str, object]) -> None:
 def test_the_defaults_are_those_of_the_larger_model() -> None:
     model = config_from_hf({"model_type": "gpt_oss"})
     assert (model.num_layers, model.moe.num_experts, model.moe.router_topk, model.rotary_base) == (36, 128, 4, 150000)
-    assert window_layers(model)[:3] == (True, False, True) and model.window_size == 127
+    assert model.window_layers[:3] == (True, False, True) and model.window_size == 127
     assert (model.yarn.rotary_scaling_factor, model.yarn.correction_range_round_to_int) == (32, False)
     assert (model.activation_func_clamp_value, model.glu_linear_offset) == (7, 1)
 
