@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.config import config, model
+from nanotrain.config import config, model, parallel
 from nanotrain.config.config import Activation, ModelConfig, MoEConfig
 from nanotrain.errors import ConfigError
 
 
 def test_config_reexports_the_model_section() -> None:
-    assert all(getattr(config, name) is getattr(model, name) for name in config.__all__)
+    homes = {name: model if hasattr(model, name) else parallel for name in config.__all__}
+    assert all(getattr(config, name) is getattr(home, name) for name, home in homes.items())
     assert {field.name for field in fields(config.Config)} >= {"model"}
 
 
