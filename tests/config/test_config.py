@@ -3,13 +3,10 @@
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nanotrain.config import config as config_module
-from nanotrain.config.config import Config, MLAConfig, ModelConfig, MoEConfig, ParallelConfig
+from nanotrain.config.config import Config, MLAConfig, ModelConfig, MoEConfig
 from nanotrain.config.schema import with_values
-from nanotrain.errors import TopologyError
 
 
 def test_a_configuration_cannot_be_changed():
@@ -30,13 +27,3 @@ def test_names_of_tables_are_strings_that_no_enum_lists(value):
     assert value in (config.parallel.pipeline_schedule, config.parallel.cp_comm_type, config.optim.optimizer)
     enums = [kind for kind in vars(config_module).values() if isinstance(kind, type(config_module.DType))]
     assert not [kind for kind in enums if value in [member.value for member in kind]]
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 200))
-def test_data_parallelism_is_what_the_other_axes_leave(tp, pp, cp, world):
-    parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp)
-    if world % (tp * pp * cp):
-        with pytest.raises(TopologyError, match=f"{world} ranks? cannot form"):
-            parallel.data_parallel_size(world)
-    else:
-        assert parallel.data_parallel_size(world) * tp * pp * cp == world
