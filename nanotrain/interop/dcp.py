@@ -1,7 +1,7 @@
 """Write a checkpoint in the format of torch.distributed.checkpoint, which `dcp.load` reads on any number of ranks.
 
     export_dcp      the folder
-    export_folder   a folder that is whole or not there, for every export through torch.distributed.checkpoint
+    torch_export    the folder of every export through torch.distributed.checkpoint
 
 The tensors are given to torch on the meta device and read from the checkpoint when it writes them, one at a time. A
 tensor keeps its name ("model/layers.0.mlp.up.weight"); counters and configuration are under "objects" and "config".
@@ -10,8 +10,6 @@ tensor keeps its name ("model/layers.0.mlp.up.weight"); counters and configurati
 import errno
 import io
 import os
-import secrets
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,13 +23,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from nanotrain.checkpoint.commit import require_space
 from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.checkpoint.read import read_box
 from nanotrain.checkpoint.store import find_manifest
-from nanotrain.errors import CheckpointError
+from nanotrain.interop.export_folder import export_folder
 from nanotrain.precision.dtypes import TORCH_DTYPES
-from nanotrain.runs.files import disk_fault
 from nanotrain.spec.boxes import TensorBox
 
 
@@ -70,60 +66,26 @@ def export_dcp(path: Path, output: Path) -> str:
     }
     state |= {"objects": dict(manifest.objects), "config": dict(manifest.config)}
     nbytes = sum(entry.nbytes for entry in manifest.tensors.values())
-    with export_folder(output, nbytes=nbytes) as folder:
+    with torch_export(output, nbytes=nbytes) as folder:
         writer = FileSystemWriter(folder, thread_count=1)
         save(state, storage_writer=writer, planner=_ReadingPlanner(found, manifest), no_dist=True)
     return f"{output}: {len(manifest.tensors)} tensors of step {manifest.step}, from {found}"
 
 
 @contextmanager
-def export_folder(output: Path, *, nbytes: int) -> Iterator[Path]:
-    """Yield a temporary folder to fill; its content gets its name when the block succeeds, and is removed when not.
-
-    Args:
-        output: must not exist or be empty.
-        nbytes: of the tensors, for which space is checked.
+def torch_export(output: Path, *, nbytes: int) -> Iterator[Path]:
+    """`export_folder` for torch.distributed.checkpoint, whose errors and warnings are wrapped.
 
     Raises:
-        CheckpointError: `output` has files, or the error of the block inside torch's wrapper.
-        EnvironmentFault: the disk is full, or the folder cannot be written.
+        NanotrainError: the error of the block inside torch's wrapper; where its writer fails, that of a full disk.
     """
-    is_new = not os.path.lexists(output)
-    if not is_new and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError(f"{output} is not empty", why="nothing is overwritten", fix="name another folder")
-    token = secrets.token_hex(4)
-    temporary = output.with_name(f".{output.name}.partial-{token}") if is_new else output / f".partial-{token}"
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-        require_space(temporary, nbytes)
-        with _errors_of_torch(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that there are no process groups, which no_dist asks for
-            yield temporary
-        if is_new:
-            os.rename(temporary, output)
-        else:
-            for child in sorted(temporary.iterdir(), key=_written_at):  # what names other files comes after them
-                os.rename(child, output / child.name)
-    except OSError as error:
-        raise disk_fault(error, output, fix="name another folder") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _written_at(path: Path) -> tuple[int, bool, str]:
-    """Sorts files as they were written; of one clock tick, .metadata last, and iter_N before its tracker."""
-    return path.stat().st_mtime_ns, path.name.startswith("."), path.name
-
-
-@contextmanager
-def _errors_of_torch() -> Iterator[None]:
-    """Raise the error that torch wraps; where its writer of archives fails, that of a full disk."""
-    try:
-        yield
-    except (CheckpointException, RuntimeError) as error:
-        wrapped = error.failures if isinstance(error, CheckpointException) else {}
-        cause = next((failure for failure, _ in wrapped.values()), error)
-        if isinstance(cause, RuntimeError) and "inline_container" in str(cause):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
-        raise cause from None
+    with export_folder(output, nbytes=nbytes) as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there are no process groups, which no_dist asks for
+        try:
+            yield folder
+        except (CheckpointException, RuntimeError) as error:
+            wrapped = error.failures if isinstance(error, CheckpointException) else {}
+            cause = next((failure for failure, _ in wrapped.values()), error)
+            if isinstance(cause, RuntimeError) and "inline_container" in str(cause):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
+            raise cause from None

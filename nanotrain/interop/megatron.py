@@ -35,7 +35,7 @@ from nanotrain.checkpoint.store import find_manifest
 from nanotrain.config.model import ModelConfig
 from nanotrain.config.schema import config_from_dict
 from nanotrain.errors import CheckpointError
-from nanotrain.interop.dcp import export_folder
+from nanotrain.interop.dcp import torch_export
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.spec.boxes import Box, TensorBox
 from nanotrain.spec.parameters import declare_model
@@ -259,7 +259,7 @@ def export_megatron(path: Path, output: Path, *, dtype: str = "fp32") -> str:
     name = f"iter_{manifest.step:07d}" if manifest.step else "release"
     planner = _ChunkPlanner(found, manifest, chunks=chunks, dtype=dtype)
     nbytes = sum(chunk.box.numel for chunk in chunks) * TORCH_DTYPES[dtype].itemsize
-    with export_folder(output, nbytes=nbytes) as parent:
+    with torch_export(output, nbytes=nbytes) as parent:
         folder = parent / name
         save({}, storage_writer=FileSystemWriter(folder, thread_count=1), planner=planner, no_dist=True)
         is_stacked = is_uniform(ModelShape.of(model_config))

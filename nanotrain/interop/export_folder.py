@@ -1,0 +1,58 @@
+"""The folder of an export: whole, or not there."""
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nanotrain.errors import CheckpointError
+from nanotrain.runs.files import disk_fault
+
+FIX = "choose a new folder"
+
+
+@contextmanager
+def export_folder(output: Path, *, nbytes: int) -> Iterator[Path]:
+    """Yield a temporary folder to fill; its content gets its name when the block succeeds, and is removed when not.
+
+    Args:
+        output: must not exist or be empty.
+        nbytes: bytes of the tensors, for which space is checked.
+
+    Raises:
+        CheckpointError: `output` has files.
+        EnvironmentFault: the disk is full, or the folder cannot be written.
+    """
+    is_new = not os.path.lexists(output)
+    if not is_new and not output.is_dir():
+        raise CheckpointError(f"cannot write to {output}", why="it is a file", fix=FIX)
+    if not is_new and (present := sorted(path.name for path in output.iterdir())):
+        why = f"it contains {present[0]}, which would be mixed with the new files or replaced"
+        raise CheckpointError(f"{output} is not empty", why=why, fix=FIX)
+    token = secrets.token_hex(4)
+    temporary = output.with_name(f".{output.name}.partial-{token}") if is_new else output / f".partial-{token}"
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        if shutil.disk_usage(temporary).free < nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        yield temporary
+        if is_new:
+            os.rename(temporary, output)
+        else:
+            for child in sorted(temporary.iterdir(), key=_written_at):  # what names other files comes after them
+                if os.path.lexists(output / child.name):
+                    raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))  # of another export into this folder
+                os.rename(child, output / child.name)
+    except OSError as error:
+        raise disk_fault(error, output, needed=nbytes, fix=FIX) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _written_at(path: Path) -> tuple[int, bool, str]:
+    """Sorts files as they were written; of one clock tick, .metadata last, and iter_N before its tracker."""
+    return path.stat().st_mtime_ns, path.name.startswith("."), path.name
