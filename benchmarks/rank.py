@@ -31,13 +31,13 @@ from nanotrain.config.load import load
 from nanotrain.log import start_logging
 from nanotrain.topology.topology import Topology
 from nanotrain.train.build import build_run
+from nanotrain.train.fit import fit
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics.step_report import StepReport
 from nanotrain.train.open_run import choose_hooks
 from nanotrain.train.plans.plan import Plan, plan_run
 from nanotrain.train.run import Run, RunInputs
 from nanotrain.train.start.inputs import open_inputs
-from nanotrain.train.trainer import Trainer
+from nanotrain.train.step_report import StepReport
 
 
 @dataclass
@@ -79,7 +79,7 @@ def train(plan: Plan, inputs: RunInputs, context: ParallelContext) -> None:
     """Train; rank 0 prints the report."""
     run, meter = build_run(plan, inputs, context=context), Meter()
     try:
-        Trainer(run, [*choose_hooks(plan.config, inputs.tokenizer), meter]).fit()
+        fit(run, [*choose_hooks(plan.config, inputs.tokenizer), meter])
         report = summary(meter, run)
     finally:
         run.batches.close()

@@ -56,11 +56,11 @@ def work_of(kind: str) -> tuple[list[tuple[Any, str]], tuple[Any, str]]:
         import nanotrain.inference.generate as tokens
 
         return [(opened, "load_stage")], (tokens.Generation, "step")
+    import nanotrain.train.fit as fit
     import nanotrain.train.open_run as opened
-    import nanotrain.train.trainer as trainer
-    from nanotrain.train.hooks.evaluate import EvaluateHook
+    from nanotrain.train.evaluate import EvaluateHook
 
-    return [(opened, "build_run"), (EvaluateHook, "before_training")], (trainer, "train_step")
+    return [(opened, "build_run"), (EvaluateHook, "before_training")], (fit, "train_step")
 
 
 def probe(kind: str, arguments: Sequence[str]) -> None:

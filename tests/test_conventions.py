@@ -129,7 +129,7 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
     ),
     "ranks without tokens": ("tests/parallel/ep/test_token_dispatcher.py::test_a_rank_may_receive_no_tokens",),
     "no sample with experts on other ranks": (
-        "tests/train/hooks/test_sample.py::test_where_experts_are_on_other_ranks_no_rank_waits_for_a_sample",
+        "tests/train/hooks/test_end_of_run.py::test_where_experts_are_on_other_ranks_no_rank_waits_for_a_sample",
     ),
     "a changed model is named at resume": (
         "tests/train/resume/test_restore.py::test_changed_settings_of_the_model_and_its_sections_are_named",

@@ -1,18 +1,23 @@
 """Build a `Run` from a plan, open inputs and process groups: the only file that imports every part.
 
-    stages with storage -> initial weights -> block transforms -> optimizer -> saved weights -> batches
+    stages with storage -> initial weights -> block transforms -> optimizer -> parts -> saved weights -> batches
+
+A stage with storage is a module on the meta device, then one `DataParallel` per planned buffer.
 
 Initial weights come from the seed; those of a checkpoint or a Hugging Face folder are read into the main params.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from torch import nn
 
+from nanotrain.attention.backends import AttentionChoice, AttentionDevice
 from nanotrain.checkpoint.checkpointer import Checkpointer
+from nanotrain.comm.device import compute_capability
+from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.stop_point import StopPoint
 from nanotrain.config.batch_schedule import samples_of_steps
@@ -21,14 +26,23 @@ from nanotrain.config.data_stages import read_stages, stage_starts
 from nanotrain.data.batch import Batch
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.staged import StagedDataset
+from nanotrain.kernels.deferred_wgrad import WgradQueue
 from nanotrain.log import get_logger
 from nanotrain.memory.block_transforms import WITHOUT_OFFLOAD, transform_blocks
+from nanotrain.memory.recompute import Recompute
+from nanotrain.model.fp8 import fp8_options, layers_in_bf16
 from nanotrain.model.init import initialize
+from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.lr import LRSchedule
+from nanotrain.parallel.cp import build_core_attention
 from nanotrain.parallel.cp.split import split_batch
-from nanotrain.parallel.pp.executor import Pipeline
+from nanotrain.parallel.dp.data_parallel import DataParallel
+from nanotrain.parallel.dp.options import DataParallelOptions, ReduceGroups
+from nanotrain.parallel.pp.executor import Pipeline, RunnableStage
+from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from nanotrain.precision.fp8 import RECIPES
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
 from nanotrain.spec.params import LocalParam
@@ -36,10 +50,9 @@ from nanotrain.train.batches import BatchIterator, BatchOptions
 from nanotrain.train.compile import describe_compile, with_compile
 from nanotrain.train.parts.part import BuiltModel, StepParts
 from nanotrain.train.parts.table import build_parts
-from nanotrain.train.plans.plan import Plan
-from nanotrain.train.resume.restore import restore
+from nanotrain.train.plans.plan import BufferPlan, Plan, StagePlan
+from nanotrain.train.resume.restore import load_pretrained, restore
 from nanotrain.train.run import Run, RunInputs, StepSchedules, TrainState
-from nanotrain.train.stages import BuiltStage, all_data_parallel, build_stages
 
 log = get_logger(__name__)
 
@@ -58,7 +71,8 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     config = plan.config
     assert plan.groups == {name: group.spec for name, group in context.groups.items()}, "planned for other groups"
     built = build_stages(plan, context)
-    stages, data_parallel = {index: stage.module for index, stage in built.items()}, all_data_parallel(built)
+    stages = {index: stage.module for index, stage in built.items()}
+    data_parallel = tuple(dp for stage in built.values() for dp in stage.data_parallel)
     if inputs.checkpoint is None and config.checkpoint.pretrained_checkpoint is None:
         _init_weights(config, built)
     _transform_blocks(stages.values(), config, device_type=context.device.type)
@@ -101,6 +115,98 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
         checkpointer=checkpointer,
         state=state,
         schedules=StepSchedules(plan),
+    )
+
+
+@dataclass(frozen=True)
+class BuiltStage:
+    """A stage and its storage."""
+
+    module: Stage  # its parameters are views of the flat buffers
+    params: tuple[LocalParam, ...]  # local parameters in registration order
+    data_parallel: tuple[DataParallel, ...]  # dense buffer, then expert buffer where there is one
+    # takes the deferred weight gradients of its layers; None if the schedule has no W actions
+    wgrad_queue: WgradQueue | None
+
+    @property
+    def runnable(self) -> RunnableStage:
+        """The stage as the pipeline executor takes it."""
+        return RunnableStage(self.module, self.data_parallel, self.wgrad_queue)
+
+
+def build_stages(plan: Plan, context: ParallelContext) -> dict[int, BuiltStage]:
+    """Build this rank's stages; parameters are zero until they are initialized or loaded.
+
+    Args:
+        plan: of this rank.
+        context: device and groups.
+
+    Returns:
+        the stages by global index.
+    """
+    return {stage.spec.index: _build_stage(plan, stage, context=context) for stage in plan.stages}
+
+
+def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> BuiltStage:
+    config, precision = plan.config, Precision.of(plan.config.precision)
+    wgrad_queue = WgradQueue() if plan.train_schedule.defers_wgrad else None
+    parallel = _model_parallel(config, context, wgrad_queue=wgrad_queue)
+    module = Stage(config.model, stage.spec, params=stage.params, parallel=parallel)
+    data_parallel = tuple(
+        DataParallel(
+            module,
+            buffer.layout,
+            groups=ReduceGroups(
+                context.group(buffer.shard.name),
+                context.group(buffer.replicate.name),
+                shards_across=buffer.layout.num_outer_shards > 1,
+            ),
+            options=replace(
+                data_parallel_options(plan, buffer, recompute=parallel.recompute),
+                fp8_amax_groups=_amax_groups(config, buffer, context=context) if buffer.is_fp8 else None,
+            ),
+            precision=precision,
+            device=context.device,
+        )
+        for buffer in stage.buffers
+    )
+    module.to(context.device)  # moves registered buffers such as router biases; parameters are on the device already
+    return BuiltStage(module, stage.params, data_parallel, wgrad_queue)
+
+
+def _amax_groups(config: Config, buffer: BufferPlan, *, context: ParallelContext) -> tuple[Group, ...]:
+    """Groups, besides the data-parallel ones, whose ranks share the scale of an fp8 weight."""
+    fp8 = config.precision.fp8
+    if fp8 is None or not RECIPES[fp8.recipe].is_per_tensor:
+        return ()
+    return (context.group("etp" if buffer.layout.params[0].spec.is_expert else "tp"),)
+
+
+def data_parallel_options(plan: Plan, buffer: BufferPlan, *, recompute: Recompute) -> DataParallelOptions:
+    """The options of one buffer's wrapper, in a stage with this recomputation."""
+    num_ranks, options = buffer.shard.size * buffer.replicate.size, plan.data_parallel
+    return replace(
+        options,
+        # the loss is scaled for a mean over dp_cp; expert gradients are averaged over fewer ranks
+        grad_scale=num_ranks / plan.num_averaged_ranks if options.averages else 1.0,
+        is_recomputing=lambda: recompute.is_recomputing,
+    )
+
+
+def _model_parallel(config: Config, context: ParallelContext, *, wgrad_queue: WgradQueue | None) -> ModelParallel:
+    """The groups that the layers of a stage communicate over."""
+    parallel, sequence = config.parallel, context.group("tp_cp")
+    attention = AttentionChoice.of(config, AttentionDevice.of(context.device))
+    fp8 = fp8_options(config.precision.fp8, sequence=sequence, capability=compute_capability(context.device))
+    return ModelParallel(
+        tp=TensorParallel(context.group("tp"), parallel.sequence_parallel, wgrad_queue, fp8),
+        core_attention=build_core_attention(parallel.cp_comm_type, context.group("cp"), kernels=attention.kernels()),
+        ep=context.group("ep"),
+        etp=context.group("etp"),
+        sequence=sequence,
+        tracks_logits=config.optim.qk_clip or config.train.log_max_attention_logit,
+        layers_in_bf16=layers_in_bf16(config.precision.fp8, config.model.num_layers),
+        dp=context.group("dp"),
     )
 
 
@@ -194,7 +300,5 @@ def _load_start(model: BuiltModel, parts: StepParts, *, inputs: RunInputs, check
         return restore(inputs.checkpoint, checkpointer, model=model, parts=parts, may_fall_back=inputs.is_resumed)
     pretrained = model.config.checkpoint.pretrained_checkpoint
     if pretrained is not None:
-        from nanotrain.train.resume.pretrained import load_pretrained  # few runs need Hugging Face's families
-
         load_pretrained(Path(pretrained), model=model, parts=parts)
     return TrainState()

@@ -1,14 +1,15 @@
-"""`nanotrain evaluate`: loss, perplexity and bits per byte of a model on a corpus, in any layout.
+"""Loss, perplexity and bits per byte in any layout: `nanotrain evaluate`, and validation during training.
 
     checkpoint or Hugging Face folder -> Config -> Plan -> stages with storage -> weights of this rank's boxes
     token files, or text and its tokenizer -> windows of seq_length tokens -> forward passes -> one loss
 
-Every token but the first is predicted once, given the tokens before it in its window. No optimizer is built.
+Every token but the first is predicted once, given the tokens before it in its window. `nanotrain evaluate` builds no
+optimizer. Validation is over the same samples each time.
 """
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,19 +18,21 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from nanotrain.comm.collectives import all_reduce_scalars
+from nanotrain.comm.collectives import all_gather_object, all_reduce_scalars
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.comm.stop_point import PassStopped
 from nanotrain.config.config import Config
 from nanotrain.data.batch import Batch
 from nanotrain.data.gpt import AllWindows, GPTDatasetConfig
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.token_bytes import bytes_per_token
-from nanotrain.data.tokenizer import Tokenizer
+from nanotrain.data.tokenizer import Tokenizer, is_local, load_tokenizer
 from nanotrain.errors import DataError
 from nanotrain.inference.checkpoint import OpenedCheckpoint
+from nanotrain.log import get_logger
 from nanotrain.model.context import BatchContext
 from nanotrain.parallel.pp.executor import run_forward
 from nanotrain.prepare.chunks import plan_chunks
@@ -37,11 +40,15 @@ from nanotrain.prepare.readers import DocumentReader
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.quantities import count_of
 from nanotrain.spec.params import LocalParam
-from nanotrain.train.build import build_batch_iterator, build_pipeline
+from nanotrain.train.build import BuiltStage, build_batch_iterator, build_pipeline, build_stages
+from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.parts.router_balance import router_biases
 from nanotrain.train.plans.plan import Plan
-from nanotrain.train.stages import BuiltStage, build_stages
+from nanotrain.train.run import Run, StopRequest
 from nanotrain.train.step import global_loss
+from nanotrain.train.step_report import StepReport
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -197,21 +204,93 @@ def evaluate_model(
             dp.wait_for_params()
     assert plan.config.model.vocab_size is not None, "a model has a vocabulary"
     sizes = None if tokenizer is None else bytes_per_token(tokenizer, plan.config.model.vocab_size)
-    counter = ByteCount(sizes, context=context)
-    pipeline, num_tokens = build_pipeline(plan, context), 0
-    loss = torch.zeros((), dtype=torch.float64, device=context.device)  # fp32 rounds the sum of a long corpus
+    forward = partial(run_forward, plan.valid_schedule, runnable, pipeline=build_pipeline(plan, context))
     with open_corpus(source, tokenizer) as corpus:
         windows = windows_of(corpus, plan.config)
         if max_samples is not None:
             stop = min(windows.stop, max_samples * plan.config.data.seq_length + 1)
             windows = replace(windows, stop=stop)
+        num_batches = -(-windows.samples_per_epoch // plan.sampler.global_batch_size)
         with GlobalBatchLoader(windows, sampler=plan.sampler) as batches:
-            batch_iterator = build_batch_iterator(batches, context)
-            for _ in range(-(-windows.samples_per_epoch // plan.sampler.global_batch_size)):
-                batch = batch_iterator.next()
-                assert batch is not None, "no rank asks to stop"
-                num_tokens += batch.num_target_tokens
-                counter.add(batch.microbatches)
-                microbatches = [BatchContext.of(part, cp=context.group("cp")) for part in batch.microbatches]
-                loss += run_forward(plan.valid_schedule, runnable, microbatches=microbatches, pipeline=pipeline)
+            evaluation = _evaluate(batches, forward, num_batches=num_batches, sizes=sizes, context=context)
+    assert evaluation is not None, "no rank asks to stop"
+    return evaluation
+
+
+class EvaluateHook(Hook):
+    """Validates before the first step, every `eval_interval` steps and after the last one.
+
+    Args:
+        tokenizer: name or path as `load_tokenizer` takes it, for bits per byte; None without one.
+    """
+
+    def __init__(self, tokenizer: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._sizes: list[int] | None = None  # bytes per token; None where they are unknown
+
+    def before_training(self, run: Run) -> None:
+        is_found = self._tokenizer is not None and is_local(self._tokenizer)
+        if all(all_gather_object(is_found, run.context.control)):  # machines may have different files
+            assert self._tokenizer is not None
+            assert run.config.model.vocab_size is not None, "set by open_inputs"
+            self._sizes = bytes_per_token(load_tokenizer(self._tokenizer), run.config.model.vocab_size)
+        if run.state.step == 0 and run.config.train.train_iters > 0:
+            result = validate(run, self._sizes)
+            if result is not None:
+                log.info("validation loss before training: %.4f", result.loss)
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        train = run.config.train
+        if report.step % train.eval_interval == 0 or report.step == train.train_iters:
+            result = validate(run, self._sizes)
+            if result is not None:
+                report.valid_loss, report.valid_bits_per_byte = result.loss, result.bits_per_byte
+
+
+def validate(run: Run, sizes: list[int] | None = None) -> Evaluation | None:
+    """Evaluate the first `eval_iters` global batches of the validation split; `sizes` are the bytes per token.
+
+    None if a rank received a signal during the validation: schedulers kill jobs that do not end soon.
+    """
+    samples = run.inputs.datasets.valid
+    assert samples is not None, "open_inputs requires a validation split where eval_interval is set"
+    forward = partial(run_forward, run.plan.valid_schedule, run.runnable, pipeline=run.pipeline)
+    num_batches, stop = run.config.train.eval_iters, run.stop
+    with GlobalBatchLoader(samples, sampler=replace(run.plan.sampler, schedule=None, lengths=None)) as batches:
+        return _evaluate(batches, forward, num_batches=num_batches, sizes=sizes, context=run.context, stop=stop)
+
+
+@torch.no_grad()
+def _evaluate(
+    batches: GlobalBatchLoader,
+    forward: Callable[..., Tensor],
+    *,
+    num_batches: int,
+    sizes: Sequence[int] | None,
+    context: ParallelContext,
+    stop: StopRequest | None = None,
+) -> Evaluation | None:
+    """The mean loss of the first batches; None if a rank received a signal.
+
+    Args:
+        batches: microbatches of this rank.
+        forward: microbatches -> the summed loss of this rank.
+        num_batches: global batches.
+        sizes: bytes per token of the vocabulary; None if they are unknown.
+        context: device and groups.
+        stop: signals of this rank; None if they are not handled.
+    """
+    batch_iterator, counter, num_tokens = build_batch_iterator(batches, context), ByteCount(sizes, context=context), 0
+    loss = torch.zeros((), dtype=torch.float64, device=context.device)  # fp32 rounds the sum of a long corpus
+    for _ in range(num_batches):
+        context.heartbeat.begin("validation")
+        batch = batch_iterator.next(wants_stop=bool(stop))
+        if batch is None:
+            return None
+        num_tokens += batch.num_target_tokens
+        counter.add(batch.microbatches)
+        try:
+            loss += forward(microbatches=[BatchContext.of(part, cp=context.group("cp")) for part in batch.microbatches])
+        except PassStopped:
+            return None
     return Evaluation(global_loss(loss, context) / max(num_tokens, 1), num_tokens, counter.total())

@@ -96,12 +96,12 @@ def train(loaded: Loaded) -> None:
     _prepare_environment()
     with importing_torch():
         from nanotrain.comm.parallel_context import Launch, ParallelContext
+        from nanotrain.train.fit import fit
         from nanotrain.train.open_run import open_run
         from nanotrain.train.plans.memory_plan import require_memory
         from nanotrain.train.plans.plan import plan_run
         from nanotrain.train.start.checks import Start, check
         from nanotrain.train.start.inputs import open_inputs
-        from nanotrain.train.trainer import Trainer
 
     launch = Launch.of(os.environ)
     is_first = launch.rank == 0
@@ -124,7 +124,7 @@ def train(loaded: Loaded) -> None:
         with ParallelContext.start(plan.topology, device=config.train.device.value, timeout_s=timeout_s) as context:
             start_logging(coordinates=context.coords_text, is_first=is_first)
             with open_run(plan, inputs, context=context, planned=memory) as (run, hooks):
-                Trainer(run, hooks).fit()
+                fit(run, hooks)
 
 
 def _world_size(text: str) -> int:

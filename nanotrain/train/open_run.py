@@ -30,19 +30,15 @@ from nanotrain.optim.lr import LRSchedule
 from nanotrain.quantities import count_of, describe_count
 from nanotrain.spec.counts import num_active_parameters, num_parameters
 from nanotrain.train.build import build_run
+from nanotrain.train.evaluate import EvaluateHook
 from nanotrain.train.hooks.checkpoint import CheckpointHook
-from nanotrain.train.hooks.debug_nan import DebugNanHook
-from nanotrain.train.hooks.evaluate import EvaluateHook
-from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.hooks.end_of_run import PlannedPeak, ReportHook, SampleHook, SummaryHook
+from nanotrain.train.hooks.faults import DebugNanHook, ReplicasHook
+from nanotrain.train.hooks.hook import Hook, TimeoutHook
 from nanotrain.train.hooks.log import MAX_WIDTH, MIN_WIDTH, LogHook
 from nanotrain.train.hooks.notify import NotifyHook
 from nanotrain.train.hooks.profile import ProfileHook
-from nanotrain.train.hooks.prometheus import PrometheusHook
-from nanotrain.train.hooks.replicas import ReplicasHook
-from nanotrain.train.hooks.report import ReportHook
-from nanotrain.train.hooks.sample import PlannedPeak, SampleHook, SummaryHook
-from nanotrain.train.hooks.timeout import TimeoutHook
-from nanotrain.train.hooks.track import TrackHook
+from nanotrain.train.hooks.track import PrometheusHook, TrackHook
 from nanotrain.train.plans.memory_plan import MemoryPlan
 from nanotrain.train.plans.plan import Plan
 from nanotrain.train.run import Run, RunInputs

@@ -1,13 +1,18 @@
 """`Run`: the live parts of one rank's run, built once by build.py. `TrainState`: its counters."""
 
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
+from nanotrain.comm.stop_point import StopPoint
 from nanotrain.data.build import DatasetSplits
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.staged import StagedDataset
@@ -15,6 +20,7 @@ from nanotrain.optim.lr import LRSchedule
 from nanotrain.parallel.pp.executor import Pipeline
 from nanotrain.parallel.pp.transfers import RankPlan
 from nanotrain.runs.folder import RunFolder
+from nanotrain.system.process import stop_signals
 from nanotrain.train.batches import BatchIterator
 from nanotrain.train.parts.part import BuiltModel, StepParts
 from nanotrain.train.plans.plan import Plan, plan_train_schedule
@@ -70,6 +76,40 @@ class StopRequest:
 
     def __bool__(self) -> bool:
         return self.signal is not None
+
+    @contextmanager
+    def on_signals(self, stop_point: StopPoint | None) -> Iterator[None]:
+        """SIGTERM, SIGHUP or SIGINT ends the run, a second SIGINT (Ctrl-C) at once; SIGUSR1 saves.
+
+        A second SIGTERM is ignored: schedulers send one to every process, and torchrun sends another to its ranks.
+        Only the main thread can handle signals; in any other thread the handlers stay as they are.
+
+        Args:
+            stop_point: where all ranks stop during a step; None if they stop between steps only.
+        """
+        in_main = threading.current_thread() is threading.main_thread()
+        numbers = (*stop_signals(), signal.SIGUSR1) if in_main else ()
+        before = {number: signal.getsignal(number) or signal.SIG_DFL for number in numbers}
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            if number == signal.SIGUSR1:
+                self.wants_save = True
+                return
+            self.signal = number
+            if number == signal.SIGINT:
+                signal.signal(number, before[signal.SIGINT])
+
+        for number in before:
+            signal.signal(number, on_signal)
+        try:
+            if stop_point is not None:
+                stop_point.start(lambda: bool(self))
+            yield
+        finally:
+            if stop_point is not None:
+                stop_point.end()
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 @dataclass(frozen=True)

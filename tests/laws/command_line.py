@@ -33,10 +33,10 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import Loaded, load
 from nanotrain.config.validate import validate_for_world
 from nanotrain.train import main as entry
+from nanotrain.train.fit import fit
 from nanotrain.train.open_run import open_run
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.start.inputs import open_inputs
-from nanotrain.train.trainer import Trainer
 from tests.harness import HANG_S, ROOT, forkserver
 from tests.laws.megatron_file import write_tokens
 
@@ -192,7 +192,7 @@ def run_command_lines(ctx: ParallelContext, *lines: Sequence[str]) -> None:
             config, inputs = open_inputs(loaded)
             plan = plan_run(config, world_size, rank=ctx.rank)
             with open_run(plan, inputs, context=ParallelContext.attach(plan.topology)) as (run, hooks):
-                Trainer(run, hooks).fit()
+                fit(run, hooks)
 
 
 def _load_once(number: int, line: tuple[str, ...]) -> Loaded:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nanotrain.train import trainer
+from nanotrain.train import fit as trainer
 from nanotrain.train.main import main
 from tests.harness import HANG_S, run_ranks
 from tests.laws.command_line import (

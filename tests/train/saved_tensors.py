@@ -21,10 +21,10 @@ from nanotrain.memory.block_transforms import transform_blocks
 from nanotrain.model.context import BatchContext, LayerContext
 from nanotrain.model.transformer import Stage
 from nanotrain.precision.policy import Precision
+from nanotrain.train.build import build_stages
 from nanotrain.train.plans.activations import Activations
 from nanotrain.train.plans.memory_plan import peak_of, train_schedule
 from nanotrain.train.plans.plan import Plan, plan_run
-from nanotrain.train.stages import build_stages
 
 DOCUMENTS = "--reset-attention-mask"
 

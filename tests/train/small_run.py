@@ -10,12 +10,12 @@ from typing import Any
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
 from nanotrain.train.build import build_run
+from nanotrain.train.fit import fit
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics.step_report import StepReport, Throughput
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import Run, RunInputs
 from nanotrain.train.start.inputs import open_inputs
-from nanotrain.train.trainer import Trainer
+from nanotrain.train.step_report import StepReport, Throughput
 
 SEQ_LENGTH = 16
 SIZES = [
@@ -50,7 +50,7 @@ def small_run(folder: Path, *more: str, context: ParallelContext | None = None) 
 
 
 def train(run: Run, *hooks: Hook) -> Run:
-    Trainer(run, hooks).fit()
+    fit(run, hooks)
     return run
 
 

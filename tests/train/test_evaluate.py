@@ -20,10 +20,11 @@ from nanotrain.errors import DataError
 from nanotrain.inference.checkpoint import export_checkpoint, open_model
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.topology.topology import Topology
-from nanotrain.train.evaluate import Evaluation, evaluate_model, open_corpus
+from nanotrain.train.evaluate import EvaluateHook, Evaluation, evaluate_model, open_corpus, validate
 from nanotrain.train.plans.plan import plan_run
 from tests.harness import run_ranks
 from tests.inference.test_checkpoint import EXPERTS, write_run
+from tests.train.small_run import Spy, small_run, train
 
 TEXT = "The loss per byte compares tokenizers. " * 3 + "é"
 TP_2 = "--tensor-model-parallel-size 2"
@@ -133,3 +134,64 @@ def test_lines_are_documents_and_text_needs_a_tokenizer(folder: Path) -> None:
         assert (corpus.num_documents, corpus.num_tokens) == (2, len(TEXT.encode()) + 2)
     with pytest.raises(DataError, match="set --tokenizer"), open_corpus(str(folder / "text.txt"), None):
         pass
+
+
+EVERY_TWO = ("--eval-interval", "2", "--eval-iters", "3")
+
+
+def test_it_runs_before_the_first_step_at_every_interval_and_after_the_last(tmp_path, logged):
+    spy = Spy()
+    with small_run(tmp_path, "--train-iters", "5", *EVERY_TWO) as run:
+        train(run, EvaluateHook(), spy)
+    assert [report.step for report in spy.reports if report.valid_loss is not None] == [2, 4, 5]
+    assert sum("validation loss before training" in line for line in logged) == 1
+
+
+def test_the_loss_is_the_mean_over_the_first_batches_of_the_validation_split(tmp_path):
+    with small_run(tmp_path, *EVERY_TWO, "--global-batch-size", "2") as run:
+        losses = [validate(run).loss, validate(run).loss]
+        samples = [run.inputs.datasets.valid[number] for number in range(3 * 2)]
+        (stage,) = run.stages.values()
+        by_hand = [
+            torch.nn.functional.cross_entropy(
+                stage.logits(torch.from_numpy(sample.tokens)[None])[0].detach().float(), torch.from_numpy(sample.labels)
+            ).item()
+            for sample in samples
+        ]
+    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(sum(by_hand) / len(by_hand), rel=1e-5)
+
+
+def test_the_sum_over_many_batches_is_not_rounded(tmp_path, monkeypatch):
+    losses = iter([2.0**26, 1.0, 1.0])
+    monkeypatch.setattr("nanotrain.train.evaluate.run_forward", lambda *_, **__: torch.tensor(next(losses)))
+    with small_run(tmp_path, *EVERY_TWO) as run:
+        num_tokens = 3 * run.config.train.global_batch_size * run.config.data.seq_length
+        assert validate(run).loss == (2.0**26 + 2) / num_tokens
+
+
+def test_validation_changes_nothing_of_the_training(tmp_path):
+    losses = []
+    for arguments in ((), EVERY_TWO):
+        spy = Spy()
+        with small_run(tmp_path / str(len(arguments)), "--train-iters", "5", *arguments) as run:
+            train(run, *([EvaluateHook()] if arguments else []), spy)
+        losses.append([report.loss for report in spy.reports])
+    assert losses[0] == losses[1]
+
+
+def test_a_signal_ends_a_validation_between_two_batches(tmp_path):
+    with small_run(tmp_path, *EVERY_TWO) as run:
+        run.stop.signal = 15
+        assert validate(run) is None
+
+
+def test_bits_per_byte_follow_from_the_loss_where_the_tokenizer_is_local(tmp_path):
+    spy = Spy()
+    with small_run(tmp_path, "--train-iters", "2", *EVERY_TWO) as run:
+        train(run, EvaluateHook("bytes"), spy)
+        samples = [run.inputs.datasets.valid[number] for number in range(3)]
+    labels = torch.cat([torch.from_numpy(sample.labels) for sample in samples])
+    report, num_bytes = spy.reports[-1], int((labels < 256).sum())  # the vocabulary of 260 has four other tokens
+    assert 0 < num_bytes < len(labels)
+    assert report.valid_bits_per_byte == pytest.approx(report.valid_loss * len(labels) / math.log(2) / num_bytes)

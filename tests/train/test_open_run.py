@@ -10,9 +10,9 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
 from nanotrain.data.corpus_info import CorpusInfo, write_info
 from nanotrain.errors import LocalFault
+from nanotrain.train import fit as fit_module
 from nanotrain.train import main as entry
-from nanotrain.train import trainer
-from nanotrain.train.hooks.evaluate import EvaluateHook
+from nanotrain.train.evaluate import EvaluateHook
 from nanotrain.train.open_run import choose_hooks, explaining_memory_errors, header, open_run
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.start.inputs import open_inputs
@@ -85,7 +85,7 @@ def test_another_error_keeps_its_traceback():
 
 
 def test_a_step_without_memory_ends_the_run_with_one_message(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(trainer, "train_step", allocate_too_much)
+    monkeypatch.setattr(fit_module, "train_step", allocate_too_much)
     assert entry.main(arguments(tmp_path)) == 2
     err = capfd.readouterr().err
     assert err.count("error: rank 0 ran out of memory: ") == 1 and "Traceback" not in err

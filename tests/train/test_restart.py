@@ -11,7 +11,8 @@ from tests.laws.command_line import arguments, assert_same_to_the_bit, run_comma
 MORTAL = """
 import os, signal
 from nanotrain.system.process import run_program
-from nanotrain.train import main as entry, trainer
+from nanotrain.train import main as entry
+from nanotrain.train import fit as trainer
 train_step = trainer.train_step
 def die_in_step_6(run, batch, **options):
     if run.context.rank == 1 and run.state.step == 5 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

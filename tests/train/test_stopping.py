@@ -12,8 +12,8 @@ import torch
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import Loaded, load
 from nanotrain.train.build import build_run
+from nanotrain.train.evaluate import validate
 from nanotrain.train.hooks.checkpoint import CheckpointHook
-from nanotrain.train.hooks.evaluate import validate
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import Run

@@ -21,8 +21,8 @@ from nanotrain.config.schema import to_dict
 from nanotrain.errors import NanotrainError
 from nanotrain.log import get_logger
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics.step_report import StepReport
 from nanotrain.train.run import Run
+from nanotrain.train.step_report import StepReport
 
 log = get_logger(__name__)
 

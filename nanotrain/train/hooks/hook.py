@@ -1,7 +1,16 @@
-"""`Hook`: callbacks of the training loop."""
+"""`Hook`: callbacks of the training loop; and two that protect every run.
 
-from nanotrain.train.metrics.step_report import StepReport
+TimeoutHook     lower the timeout of collectives after the first step, which compiles, allocates and connects
+SkippedSteps    end the run after too many skipped steps in a row
+"""
+
+from nanotrain.errors import TrainingFault
+from nanotrain.log import get_logger
+from nanotrain.quantities import count_of
 from nanotrain.train.run import Run
+from nanotrain.train.step_report import StepReport, UnreadReports
+
+log = get_logger(__name__)
 
 
 class Hook:
@@ -33,3 +42,47 @@ class Hook:
 
     def close(self, *, failed: bool) -> None:
         """Release files and the terminal; called once at the end, after an error too (`failed`)."""
+
+
+class TimeoutHook(Hook):
+    """Sets the timeout of all groups after the first step of this start.
+
+    Args:
+        timeout_s: the timeout after the first step.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s: float | None = timeout_s  # None once it is set
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        if self._timeout_s is None:
+            return
+        run.context.set_timeout(self._timeout_s)
+        log.info("the timeout of collectives is %g s from now on", self._timeout_s)
+        self._timeout_s = None
+
+
+class SkippedSteps(Hook):
+    """Ends the run, on all ranks, at `--max-consecutive-skips`; `fit` calls it before all other hooks."""
+
+    def __init__(self) -> None:
+        self._unread = UnreadReports()
+        self._num_skipped = 0  # in a row
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        for readable in self._unread.take(report):
+            self._count(run, readable)
+
+    def _count(self, run: Run, report: StepReport) -> None:
+        scaling, loss_scale = run.optimizer.loss_scale, report.loss_scale
+        self._num_skipped = self._num_skipped + 1 if report.skipped else 0
+        at_minimum = scaling.is_dynamic and loss_scale <= scaling.minimum
+        if self._num_skipped == 1 and at_minimum and run.context.control.is_first:
+            what = "step %d overflows at the minimal loss scale %g: no scale makes it finite"
+            log.warning(what, report.step, loss_scale)
+        if self._num_skipped and self._num_skipped == run.config.train.max_consecutive_skips:
+            raise TrainingFault(
+                f"{count_of(self._num_skipped, 'step')} in a row without an update, the last is step {report.step}",
+                why="their gradients are not finite" + (f", at the minimal loss scale {loss_scale:g}" * at_minimum),
+                fix="find the first tensor with --debug-nan, lower --lr, or raise --max-consecutive-skips",
+            )

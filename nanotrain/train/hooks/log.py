@@ -15,9 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from nanotrain.runs.metrics_file import MetricsFile
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics.spikes import SPIKE
-from nanotrain.train.metrics.step_report import StepReport, UnreadReports
 from nanotrain.train.run import Run
+from nanotrain.train.step_report import SPIKE, StepReport, UnreadReports
 
 # A line has at most MAX_WIDTH columns; on a narrow terminal as many as fit, but at least MIN_WIDTH.
 MAX_WIDTH, MIN_WIDTH = 100, 60

@@ -17,9 +17,8 @@ from urllib.request import Request, urlopen
 from nanotrain.log import get_logger
 from nanotrain.quantities import count_of
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics.spikes import SPIKE
-from nanotrain.train.metrics.step_report import StepReport, UnreadReports
 from nanotrain.train.run import Run
+from nanotrain.train.step_report import SPIKE, StepReport, UnreadReports
 
 log = get_logger(__name__)
 

@@ -5,8 +5,8 @@ from torch.profiler import ProfilerActivity, profile
 from nanotrain.log import get_logger
 from nanotrain.runs.files import free_space
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics.step_report import StepReport
 from nanotrain.train.run import Run
+from nanotrain.train.step_report import StepReport
 
 log = get_logger(__name__)
 
@@ -47,8 +47,7 @@ class ProfileHook(Hook):
     def _write(self, run: Run) -> None:
         if self._profiler is None:
             return
-        for dp in run.data_parallel:
-            dp.wait_for_params()  # an all-gather that outlives its profiler corrupts the heap (torch 2.13)
+        run.wait_for_params()  # an all-gather that outlives its profiler corrupts the heap (torch 2.13)
         self._profiler.stop()
         path = run.folder.path / "profile" / f"step-{run.state.step:08d}-rank-{run.context.rank:05d}.json"
         profiler, self._profiler = self._profiler, None

@@ -1,6 +1,7 @@
-"""Load a checkpoint into a built run; if it is damaged, fall back to an older one of the same run.
+"""Load what a run starts from into a built model; for a damaged checkpoint fall back to an older one of the same run.
 
     restore             tensors, optimizer state and counters, from the newest intact checkpoint of the run
+    load_pretrained     weights of a Hugging Face folder (`--pretrained-checkpoint`)
     changed_settings    settings that change the loss and differ from those of the checkpoint
     changed_decay       another number of steps, where it moves the learning rate
 
@@ -8,7 +9,8 @@ A checkpoint named with --load is never replaced by another.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
+from contextlib import suppress
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,18 @@ from torch import Tensor
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.compatibility import has_weights_alone, vocabulary_rows, weights_alone
 from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
-from nanotrain.config.config import Config
-from nanotrain.config.schema import to_dict
+from nanotrain.config.config import Config, DataConfig
+from nanotrain.config.schema import config_from_dict, to_dict
+from nanotrain.data.build import first_blend, uses_quickstart
+from nanotrain.data.corpus_info import may_be_same_tokenizer, recorded_tokenizer
+from nanotrain.data.data_path import parse_data_path
+from nanotrain.errors import NanotrainError
+from nanotrain.inference.checkpoint import OpenedCheckpoint, tokenizer_name
 from nanotrain.log import get_logger
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.parts.part import BuiltModel, StepParts
-from nanotrain.train.resume.other_tokenizer import warn_after_restore
+from nanotrain.train.parts.router_balance import router_biases
 from nanotrain.train.run import TrainState
 from nanotrain.untrusted import LARGEST, finite_number, list_of, object_of, whole_number
 
@@ -87,6 +94,56 @@ def restore(
     for dp in model.data_parallel:
         dp.start_param_gather()
     return state
+
+
+def load_pretrained(folder: Path, *, model: BuiltModel, parts: StepParts) -> None:
+    """Read the main params and expert biases of this rank, and start the all-gather of the parameters.
+
+    Each rank reads its shards alone. Main params get the digits of the files, also where the model params have fewer.
+
+    Raises:
+        HuggingFaceError: the files do not have the tensors of the model, or are damaged.
+    """
+    from nanotrain.interop.hf.import_weights import import_weights  # few runs need Hugging Face's families
+
+    state, config = model.optimizer.state_tensors(), model.config
+    tensors = {box: tensor for box, tensor in state.items() if box.name.startswith("model/")}
+    tensors |= router_biases(model.stages)
+    wanted = {replace(box, name=box.name.partition("/")[2]): tensor for box, tensor in tensors.items()}
+    import_weights(folder, config.model, wanted=wanted)
+    model.optimizer.finish_load()
+    parts.restored((state | parts.tensors()).keys() - tensors.keys(), checkpoint=None)
+    for dp in model.data_parallel:
+        dp.start_param_gather()
+    warn_after_import(folder, config.data)
+    log.info("initial weights from %s", folder)
+
+
+def warn_after_restore(manifest: Manifest, data: DataConfig, *, path: Path) -> None:
+    """Log a warning if a checkpoint and the corpus have different tokenizers, for which the same id is other text."""
+    with suppress(NanotrainError, OSError):  # files of another run may be gone, damaged or private, and are not needed
+        opened = OpenedCheckpoint(path, config_from_dict(manifest.config), manifest)
+        _warn_of_other_tokenizer(tokenizer_name(opened), data, path=path)
+
+
+def warn_after_import(folder: Path, data: DataConfig) -> None:
+    """The same for a Hugging Face folder, which may have a tokenizer."""
+    if (folder / "tokenizer.json").is_file():
+        _warn_of_other_tokenizer(str(folder), data, path=folder)
+
+
+def _warn_of_other_tokenizer(weights: str | None, data: DataConfig, *, path: Path) -> None:
+    """`weights` is their tokenizer as `load_tokenizer` takes it, None if unknown; `path` is where they are."""
+    if weights is None or uses_quickstart(data) or data.mock_data:
+        return
+    prefix = parse_data_path(first_blend(data))[0].prefix
+    corpus = recorded_tokenizer(prefix)
+    if corpus is not None and corpus != weights and not may_be_same_tokenizer(weights, corpus):
+        log.info(  # of the first rank; a warning would be one of each rank
+            "warning: the weights of %s belong to the tokenizer %s, but %s was prepared with %s, in which the same id"
+            " is different text: the loss starts high; prepare the corpus with --tokenizer %s",
+            *(path, weights, prefix, corpus, weights),
+        )
 
 
 def _log_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

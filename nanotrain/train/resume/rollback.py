@@ -36,7 +36,7 @@ def count_loss(state: TrainState, loss: float, *, factor: float) -> bool:
     >>> count_loss(state, 3.1, factor=1.5), count_loss(state, 2.9, factor=1.5)
     (True, False)
     """
-    if not math.isfinite(loss):  # the step was skipped, which the trainer counts
+    if not math.isfinite(loss):  # the step was skipped, which `SkippedSteps` counts
         return False
     recent = state.recent_losses
     if len(recent) >= MIN_LOSSES and loss > factor * median(recent):
@@ -65,6 +65,23 @@ def checkpoint_before_spike(run: Run) -> Path | None:
             fix="lower --lr, raise --rollback-on-spike, or keep more checkpoints with --keep-last",
         )
     return older
+
+
+def leave_spike(run: Run, loss: float) -> bool:
+    """Roll back after a step whose loss is a spike; False if there is no checkpoint. Every rank calls this.
+
+    Raises:
+        TrainingFault: as `checkpoint_before_spike`.
+    """
+    checkpoint, usual = checkpoint_before_spike(run), median(run.state.recent_losses)
+    spike = f"step {run.state.step}: the loss {loss:.4f} is {loss / usual:.2f} times its median"
+    warn = log.warning if run.context.control.is_first else log.debug  # the others know the same
+    if checkpoint is None:
+        warn("%s; there is no checkpoint to go back to", spike)
+        return False
+    roll_back(run, checkpoint)
+    warn("%s; back to step %d, %d samples skipped so far", spike, run.state.step, run.state.skipped_samples)
+    return True
 
 
 def roll_back(run: Run, checkpoint: Path) -> None:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from nanotrain.config.load import configure
+from nanotrain.train.evaluate import EvaluateHook
 from nanotrain.train.hooks.checkpoint import CheckpointHook
-from nanotrain.train.hooks.evaluate import EvaluateHook
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.hooks.log import LogHook, describe
 from tests.harness import ranks

@@ -15,7 +15,7 @@ from nanotrain.config.schema import config_from_dict, to_dict
 from nanotrain.errors import ConfigError
 from nanotrain.train.hooks.notify import NotifyHook, Sender
 from nanotrain.train.main import main
-from nanotrain.train.metrics.spikes import SpikeScore
+from nanotrain.train.step_report import SpikeScore
 from tests.harness import HANG_S
 from tests.train.small_run import arguments, report_of
 

@@ -1,5 +1,6 @@
-"""What is printed when training ends."""
+"""What is printed when training ends, and the report of the run."""
 
+import json
 from dataclasses import replace
 
 from tokenizers import Tokenizer
@@ -8,10 +9,11 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from nanotrain.config.config import TrainConfig
 from nanotrain.train.hooks.checkpoint import CheckpointHook
-from nanotrain.train.hooks.sample import SampleHook, SummaryHook, sample
+from nanotrain.train.hooks.end_of_run import ReportHook, SampleHook, SummaryHook, sample
+from nanotrain.train.hooks.log import LogHook
 from nanotrain.train.run import Run
 from tests.harness import ranks
-from tests.train.small_run import small_run, train
+from tests.train.small_run import Failing, small_run, train
 
 
 def with_train(run: Run, train: TrainConfig) -> Run:
@@ -115,3 +117,33 @@ def test_the_sample_goes_on_from_the_prompt(tmp_path):
         new_document = sample(with_length(run, 4), "bytes")
     assert prompted.startswith("def f(") and not new_document.startswith("def f(")
     assert len(prompted) <= len("def f(") + 4
+
+
+def steps_in(folder) -> str:
+    """What the summary says of the steps."""
+    return (folder / "report.html").read_text().split('id="runs"')[1].split("</table>")[0]
+
+
+def test_the_report_has_the_last_step_and_the_sample(tmp_path):
+    with small_run(tmp_path, "--vocab-size", "257", "--train-iters", "2") as run:
+        train(with_length(run, 8), LogHook(), SampleHook("bytes"), ReportHook())
+    assert "finished" not in steps_in(tmp_path), "there is no config.yaml that says how many steps there are"
+    assert "<td>2</td>" in steps_in(tmp_path)
+    (sample,) = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert sample["step"] == 2 and isinstance(sample["text"], str)
+    assert 'id="samples"' in (tmp_path / "report.html").read_text()
+
+
+def test_a_run_that_fails_leaves_the_report_of_the_last_interval(tmp_path):
+    try:
+        with small_run(tmp_path, "--train-iters", "9", "--report-interval", "2") as run:
+            train(run, LogHook(), ReportHook(), Failing(5))
+    except RuntimeError:
+        pass
+    assert "<td>4</td>" in steps_in(tmp_path)
+
+
+def test_a_report_that_cannot_be_written_is_a_warning(tmp_path, logged):
+    with small_run(tmp_path, "--train-iters", "1") as run:
+        train(run, ReportHook())
+    assert any("no report: " in line for line in logged), "without LogHook there are no metrics"

@@ -1,19 +1,26 @@
-"""`StepReport`: the numbers of a step for hooks, console and metrics.jsonl. `Throughput`: tokens per second and MFU.
+"""`StepReport`: the numbers of a step for hooks, console and metrics.jsonl.
+
+Throughput      tokens per second and MFU
+SpikeScore      deviation of a loss from the previous ones
+SlowestRank     the rank that the others wait for
+UnreadReports   reports whose numbers are still on the device
 
 On a GPU the numbers of a step are read at logged steps, or once they are on the host anyway (`UnreadReports`): waiting
 for them earlier would leave the device without work.
 """
 
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from nanotrain.comm.device import Stopwatch, device_name
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.spec.counts import flops_per_token, peak_flops
-from nanotrain.train.metrics.spikes import SpikeScore
 from nanotrain.train.plans.plan import Plan
 from nanotrain.train.step import StepOutput
 
@@ -34,6 +41,9 @@ OPTIONAL = (
     "slowest_rank",
     "wait_for_slowest",
 )
+
+
+WINDOW, MIN_STEPS, SPIKE = 1000, 50, 7.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,44 @@ class Throughput:
     def mfu(self, tokens_per_second: float) -> float | None:
         """Model FLOPs utilization: achieved FLOPs relative to the peak."""
         return tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
+
+
+class SpikeScore:
+    """The deviation of a loss from the previous ones, and the share of a run's steps that were spikes.
+
+        deviation      (loss - mean) / standard deviation of the last WINDOW losses, in standard deviations
+        spike score    share of the steps, after the first MIN_STEPS, that deviate by SPIKE or more
+
+    Losses are added in order; the count starts at 0 in every process.
+
+    Source: OLMo Team 2024, "2 OLMo 2 Furious", section 3.1: values at least seven standard deviations away from a
+    rolling average of the last 1000.
+    """
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._num_steps = self._num_spikes = 0
+
+    def add(self, loss: float) -> tuple[float, float] | None:
+        """Add the loss of a step; returns its deviation and the spike score so far, None for the first steps.
+
+        A loss that is not finite has an infinite deviation and does not enter later windows.
+        """
+        deviation = self._deviation(loss) if len(self._losses) >= MIN_STEPS else None
+        if math.isfinite(loss):
+            self._losses.append(loss)
+        if deviation is None:
+            return None
+        self._num_steps += 1
+        self._num_spikes += abs(deviation) >= SPIKE
+        return deviation, self._num_spikes / self._num_steps
+
+    def _deviation(self, loss: float) -> float:
+        if not math.isfinite(loss):
+            return math.inf
+        window = np.fromiter(self._losses, dtype=float)
+        mean, spread = float(window.mean()), float(window.std())
+        return (loss - mean) / spread if spread else 0.0 if loss == mean else math.copysign(math.inf, loss - mean)
 
 
 @dataclass
@@ -166,6 +214,35 @@ class StepReport:
         always = {name: getattr(self, name) for name in FIELDS}
         optional = {name: value for name in OPTIONAL if (value := getattr(self, name)) is not None}
         return {name: _finite(value) for name, value in (always | optional | self.metrics).items()}
+
+
+class SlowestRank:
+    """Finds the rank that the others wait for, from the times that ranks exchange before a step; on CPUs only.
+
+    On a GPU the device waits, not the host.
+
+    Args:
+        context: of this rank.
+    """
+
+    def __init__(self, context: ParallelContext) -> None:
+        self._heartbeat, self._is_measured = context.heartbeat, context.device.type == "cpu"
+        self._waited_before_s = self._busy_s = self._step_time_s = 0.0  # of the last step
+
+    def begin(self) -> float | None:
+        """Begin a step; returns the seconds of the last one in which this rank did not wait for others."""
+        self._waited_before_s = self._heartbeat.waited_s
+        return self._busy_s if self._is_measured else None
+
+    def finish(self, report: StepReport, busy_s: Sequence[float]) -> None:
+        """Report the slowest rank of the previous step, and keep this step's busy time for the next report."""
+        if len(busy_s) > 1 and self._step_time_s:
+            slowest = max(range(len(busy_s)), key=busy_s.__getitem__)
+            others_s = (sum(busy_s) - busy_s[slowest]) / (len(busy_s) - 1)
+            report.slowest_rank = slowest
+            report.wait_for_slowest = min(1.0, (busy_s[slowest] - others_s) / self._step_time_s)
+        waited_s = self._heartbeat.waited_s - self._waited_before_s
+        self._busy_s, self._step_time_s = max(0.0, report.step_time_s - waited_s), report.step_time_s
 
 
 class UnreadReports:

@@ -1,4 +1,7 @@
-"""At the end of training: a generated text, and the paths of the outputs."""
+"""At the end of training: a generated text, report.html and the paths of the outputs.
+
+The report is also written every `report_interval` steps.
+"""
 
 import json
 from contextlib import AbstractContextManager, nullcontext
@@ -9,13 +12,14 @@ import torch
 from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.device import peak_memory
 from nanotrain.data.tokenizer import load_tokenizer
-from nanotrain.errors import DataError, EnvironmentFault
+from nanotrain.errors import DataError, EnvironmentFault, NanotrainError
 from nanotrain.log import get_logger
 from nanotrain.quantities import describe_bytes
 from nanotrain.runs.files import open_append, write_all
 from nanotrain.train.compile import with_compile
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.run import Run
+from nanotrain.train.step_report import StepReport
 
 log = get_logger(__name__)
 
@@ -34,8 +38,7 @@ class SampleHook(Hook):
         self._tokenizer = tokenizer
 
     def after_training(self, run: Run) -> None:
-        for dp in run.data_parallel:
-            dp.wait_for_params()
+        run.wait_for_params()
         if not run.context.control.is_first:
             return
         topology = run.context.topology
@@ -89,13 +92,10 @@ class SummaryHook(Hook):
         lines = [
             f"run folder    {run.folder.path}",
             f"metrics       {run.folder.metrics}",
-            *(
-                [f"report        {run.folder.report}"]
-                if run.config.train.report and run.folder.report.is_file()
-                else []
-            ),
-            f"checkpoint    {latest or 'none'}",
         ]
+        if run.config.train.report and run.folder.report.is_file():
+            lines.append(f"report        {run.folder.report}")
+        lines.append(f"checkpoint    {latest or 'none'}")
         if peak:
             lines.append(
                 f"memory        planned {describe_bytes(peak.planned)} per rank; "
@@ -123,3 +123,27 @@ def _eager(run: Run) -> AbstractContextManager[object]:
     """Run compiled blocks eagerly: torch.compile would compile them again for each of the first lengths of a text."""
     is_compiled = with_compile(run.config, run.context.device.type).train.torch_compile
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+
+
+class ReportHook(Hook):
+    """Writes the report of the run, on the first rank; a failure is a warning and does not end the run."""
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        interval = run.config.train.report_interval
+        if interval and report.step % interval == 0:
+            _write_report(run)
+
+    def after_training(self, run: Run) -> None:
+        _write_report(run)
+
+
+def _write_report(run: Run) -> None:
+    if not run.context.control.is_first:
+        return
+    from nanotrain.report.history import RunHistory  # imported here: it would only delay the start of a run
+    from nanotrain.report.page import write_report
+
+    try:
+        write_report([RunHistory.read(run.folder.path)], run.folder.report)
+    except (NanotrainError, OSError) as error:
+        log.warning("no report: %s", error)

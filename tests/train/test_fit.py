@@ -15,11 +15,11 @@ from nanotrain.comm.collectives import all_gather_object, barrier
 from nanotrain.comm.heartbeat import Heartbeat
 from nanotrain.errors import EnvironmentFault, TrainingFault
 from nanotrain.runs.files import FolderVanished
-from nanotrain.train import trainer
+from nanotrain.train import fit as fit_module
+from nanotrain.train.fit import fit, manual_gc
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.hooks.log import LogHook
-from nanotrain.train.trainer import Trainer, manual_gc
 from tests.harness import ranks
 from tests.train.small_run import Failing, Spy, small_run, train
 
@@ -71,7 +71,7 @@ def test_exit_interval_ends_the_run_at_its_multiples_one_after_the_other(tmp_pat
 
 def test_the_time_limit_ends_the_run_with_a_checkpoint(tmp_path, logged, monkeypatch):
     # A clock that goes on by a second with every look: at the start, and once before each step.
-    monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=partial(next, count())))
+    monkeypatch.setattr(fit_module, "time", SimpleNamespace(monotonic=partial(next, count())))
     with small_run(tmp_path, "--train-iters", "1000", "--exit-duration-in-mins", "0.05") as run:
         train(run, CheckpointHook())
         assert run.state.step == 2
@@ -153,7 +153,7 @@ def test_garbage_is_collected_at_agreed_steps_only(tmp_path, monkeypatch):
             was_enabled.append(gc.isenabled())
 
     with small_run(tmp_path, "--train-iters", "5", "--manual-gc-interval", "2") as run:
-        Trainer(run, [Watch()]).fit()
+        fit(run, [Watch()])
     assert collected == [2, 4] and was_enabled == [False] * 5
     assert gc.isenabled()
 

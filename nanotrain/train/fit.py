@@ -1,0 +1,234 @@
+"""The training loop: next batch, train step, report, hooks.
+
+A run stops between two steps, on all ranks together: after the last step, at `exit_interval`, after
+`exit_duration_in_mins`, on SIGTERM, SIGINT or SIGHUP. The clock or signal of one rank stops all through the all-reduce
+before the next step. A signal during a long step stops all ranks before the same microbatch (`comm/stop_point.py`), and
+the step is abandoned. The hooks then save and the process exits with 0. SIGUSR1 to one rank saves and goes on.
+
+An error of one rank's hook or data is raised on all ranks before the next step; the hooks save the last step
+before that. Hooks are closed after an error too.
+"""
+
+import gc
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch.profiler import record_function
+
+from nanotrain.comm.device import Stopwatch, peak_memory
+from nanotrain.comm.stop_point import PassStopped
+from nanotrain.comm.work import CommunicationFault
+from nanotrain.errors import CorruptState, NanotrainError
+from nanotrain.log import get_logger
+from nanotrain.runs.files import FolderVanished
+from nanotrain.train.batches import GlobalBatch, raise_on_all
+from nanotrain.train.hooks.hook import Hook, SkippedSteps
+from nanotrain.train.resume.rollback import count_loss, leave_spike
+from nanotrain.train.run import Run
+from nanotrain.train.step import StepOutput, train_step
+from nanotrain.train.step_report import SlowestRank, SpikeScore, StepReport, Throughput
+
+log = get_logger(__name__)
+
+
+def fit(run: Run, hooks: Sequence[Hook]) -> None:
+    """Train until the last step or a reason to stop.
+
+    Args:
+        run: built by `build_run`.
+        hooks: called in this order; closed in reverse.
+    """
+    failed = True
+    try:
+        with run.stop.on_signals(run.pipeline.stop_point), manual_gc(run.config.train.manual_gc_interval):
+            _Loop(run, [SkippedSteps(), *hooks]).train()
+        failed = False
+    finally:
+        for hook in reversed(hooks):
+            hook.close(failed=failed)
+
+
+class _Loop:
+    """The steps of `fit`, and what is kept from one to the next."""
+
+    def __init__(self, run: Run, hooks: Sequence[Hook]) -> None:
+        self.run, self.hooks = run, hooks
+        self._failure: NanotrainError | None = None  # of this rank since the last step
+        self._had_save_request = False  # before the last step: a signal to all ranks may reach some a step later
+        self._throughput, self._seq_length = Throughput.of(run.plan, run.context), run.config.data.seq_length
+        self._slowest, self._spikes = SlowestRank(run.context), SpikeScore()
+        self._watch = Stopwatch(run.context.device)  # of this step
+        self._described = _describe(self._seq_length, None)  # what the last step read
+        self._started, self._first_step = time.monotonic(), run.state.step
+
+    def train(self) -> None:
+        """Take steps until the run ends; hooks are called around them."""
+        run = self.run
+        for hook in self.hooks:
+            hook.before_training(run)
+        while not self._is_finished() and (batch := self._next_batch()) is not None:
+            try:
+                self._step(batch)
+            except PassStopped as stopped:
+                self._abandon_step(batch, stopped)
+                break
+        with self._saving_after_error():
+            raise_on_all(self._failure, run.context.control)
+        run.wait_for_params()
+        for hook in self.hooks:
+            hook.after_training(run)
+
+    def _next_batch(self) -> GlobalBatch | None:
+        """The next batch; None if the ranks stop instead. Before it the hooks save if a rank requested that."""
+        run = self.run
+        self._watch, busy_s = Stopwatch(run.context.device), self._slowest.begin()
+        run.context.heartbeat.begin("data", step=run.state.step + 1)
+        with self._saving_after_error():
+            wants_save, run.stop.wants_save = run.stop.wants_save, False
+            batch = run.batch_iterator.next(
+                wants_stop=self._wants_stop(), wants_save=wants_save, failure=self._failure, busy_s=busy_s
+            )
+        if batch is None:
+            log.info("stopping after step %d: %s", run.state.step, self._reason())
+            return None
+        if batch.wants_save and not self._had_save_request:
+            log.info("saving after step %d: received SIGUSR1", run.state.step)
+            self._call_hooks(lambda hook: hook.save_now(run))
+        self._had_save_request = batch.wants_save
+        return batch
+
+    def _step(self, batch: GlobalBatch) -> None:
+        run, interval = self.run, self.run.config.train.manual_gc_interval
+        run.context.heartbeat.begin("step")
+        with record_function(f"ProfilerStep#{run.state.step + 1}"):  # torch's own name for a step, in traces
+            output = train_step(run, batch, is_logged=self._is_logged(run.state.step + 1))
+        self._watch.stop()
+        run.context.heartbeat.begin("hooks")
+        report = self._report(output, batch)
+        if not self._rolled_back(report):
+            self._call_hooks(lambda hook: hook.after_step(run, report))
+        if interval and run.state.step % interval == 0:
+            gc.collect()
+
+    def _report(self, output: StepOutput, batch: GlobalBatch) -> StepReport:
+        run, state = self.run, self.run.state
+        first = state.consumed_samples - output.num_samples
+        length, stage = run.plan.seq_length_at(first), run.data_stage_at(first)
+        described, before = _describe(length, stage), self._described
+        for text in (text for text in described if text not in before):
+            log.info("%s from step %d on, sample %d", text, state.step, first)
+        if length != self._seq_length:
+            self._throughput = self._throughput.of_length(run.plan, length)
+        self._described, self._seq_length = described, length
+        report = StepReport(
+            step=state.step,
+            output=output,
+            stopwatch=self._watch,
+            data_wait_s=batch.wait_s,
+            throughput=self._throughput,
+            lr=output.lr,
+            peak_memory_bytes=peak_memory(run.context.device),
+            global_batch_size=output.num_samples,
+            consumed_samples=state.consumed_samples,
+            consumed_tokens=state.consumed_tokens,
+            is_logged=self._is_logged(state.step),
+            decoupled_lr=output.decoupled_lr,
+            spikes=self._spikes,
+            data_stage=stage,
+            seq_length=None if run.plan.sampler.lengths is None else length,
+            save_stall_s=run.checkpointer.take_stall_s() or None,
+            failed_saves=run.checkpointer.num_failed or None,
+        )
+        if batch.busy_s:
+            self._slowest.finish(report, batch.busy_s)
+        return report
+
+    def _rolled_back(self, report: StepReport) -> bool:
+        """Go back to a checkpoint if the loss of the step is a spike; returns whether it did."""
+        run, factor = self.run, self.run.config.train.rollback_on_spike
+        if factor is None or not count_loss(run.state, report.loss, factor=factor):
+            return False
+        self._call_hooks(lambda hook: hook.before_rollback(run))
+        is_back = leave_spike(run, report.loss)
+        if is_back:
+            self._call_hooks(lambda hook: hook.after_rollback(run, report))
+        return is_back
+
+    def _call_hooks(self, call: Callable[[Hook], None]) -> None:
+        """Call every hook; an error of this rank or of all is raised on all ranks before the next step."""
+        for hook in self.hooks:
+            try:
+                call(hook)
+            except (CommunicationFault, CorruptState):  # raised by all ranks at once: nothing may save a corrupt state
+                raise
+            except NanotrainError as error:
+                self._failure = self._failure or error
+
+    @contextmanager
+    def _saving_after_error(self) -> Iterator[None]:
+        """If all ranks raise an error in the block, let the hooks save before it propagates."""
+        try:
+            yield
+        except (CommunicationFault, FolderVanished, CorruptState):
+            raise
+        except NanotrainError:
+            self.run.wait_for_params()
+            for hook in self.hooks:
+                hook.after_failure(self.run)
+            raise
+
+    def _abandon_step(self, batch: GlobalBatch, stopped: PassStopped) -> None:
+        """Log the stop and drop the batch that was read ahead; state and data position stay at the last full step."""
+        step = self.run.state.step
+        self.run.batch_iterator.discard()
+        log.info(
+            "stopping after step %d: %s; step %d is abandoned after %d of %d microbatches",
+            *(step, self._reason(), step + 1, stopped.num_microbatches, len(batch.microbatches)),
+        )
+
+    def _is_logged(self, step: int) -> bool:
+        """Whether the host waits for this step: to write a log line, or because a hook needs its numbers anyway."""
+        train, checkpoint = self.run.config.train, self.run.config.checkpoint
+        intervals = (train.log_interval, train.eval_interval, train.report_interval, checkpoint.save_interval)
+        if train.rollback_on_spike is not None:  # needs the loss of every step
+            return True
+        return step == train.train_iters or any(each and step % each == 0 for each in intervals)
+
+    def _is_finished(self) -> bool:
+        train, step = self.run.config.train, self.run.state.step
+        if step >= train.train_iters:
+            return True
+        if not train.exit_interval or step == self._first_step or step % train.exit_interval:
+            return False
+        log.info("stopping after step %d: --exit-interval %d", step, train.exit_interval)
+        return True
+
+    def _wants_stop(self) -> bool:
+        limit = self.run.config.train.exit_duration_in_mins
+        return bool(self.run.stop) or (limit is not None and time.monotonic() - self._started >= limit * 60)
+
+    def _reason(self) -> str:
+        if self.run.stop.signal is not None:
+            return f"received {signal.Signals(self.run.stop.signal).name}"
+        return "--exit-duration-in-mins reached" if self._wants_stop() else "another rank stops"
+
+
+def _describe(seq_length: int, stage: str | None) -> tuple[str, str]:
+    """What a step reads; changes are logged."""
+    return f"sequences of {seq_length} tokens", f"data stage {stage}"
+
+
+@contextmanager
+def manual_gc(interval: int) -> Iterator[None]:
+    """Disable automatic garbage collection; `fit` collects on all ranks at the same step, so none waits alone."""
+    if not interval:
+        yield
+        return
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
