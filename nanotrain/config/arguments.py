@@ -105,6 +105,18 @@ def no_value(flag: str) -> ConfigError:
     return ConfigError(f"{flag} has no value", why="it takes one", fix=fix)
 
 
+def takes_no_value(flag: str, value: str) -> ConfigError:
+    """The error for `--flag=value` of a flag without values."""
+    fix = f"write {flag} alone or leave it out"
+    return ConfigError(f"{flag}={value} gives {flag} a value", why="it takes none", fix=fix)
+
+
+def quoted(argument: str) -> ConfigError:
+    """The error for several words in one argument."""
+    why, fix = "the shell passes what stands between quotes as one argument", "leave out the quotes around it"
+    return ConfigError(f"one argument holds several: {argument!r}", why=why, fix=fix)
+
+
 def no_hyphen(argument: str) -> ConfigError:
     """The error for a flag that was copied from a text with typographic dashes."""
     why = "it begins with a typographic dash in place of hyphens, as some programs write it"

@@ -19,7 +19,9 @@ from nanotrain.config.arguments import (
     choice_of,
     no_hyphen,
     no_value,
+    quoted,
     spaced,
+    takes_no_value,
     unexpected,
     unknown_flag,
 )
@@ -116,11 +118,12 @@ def parse(argv: Sequence[str], *, listed_by: str = LISTED_BY) -> CommandLine:
 
 def read_flag(line: CommandLine, argument: str, *, rest: list[str]) -> None:
     """Read a flag; its values are taken from `rest`."""
-    flag, has_value, value = argument.partition("=")
+    flag, has_value, text = argument.partition("=")
+    value = text if has_value else None
     if flag in HELP:
-        line.help_topic = value if has_value or not rest or rest[0] not in TOPICS else rest.pop(0)
+        line.help_topic = text if has_value or not rest or rest[0] not in TOPICS else rest.pop(0)
     elif flag in OWN_FLAGS:
-        OWN_FLAGS[flag](line, value if has_value else take_value(flag, rest))
+        OWN_FLAGS[flag](line, text if has_value else take_value(flag, rest))
     elif argument in SWITCHES:
         setattr(line, SWITCHES[argument], True)
     elif argument in ALIASES:
@@ -128,20 +131,17 @@ def read_flag(line: CommandLine, argument: str, *, rest: list[str]) -> None:
     elif flag == "--save" and (settings := read_save(argument, rest)):
         line.settings += settings
     elif flag in FLAGS:
-        entry = FLAGS[flag]
-        line.settings.append(read_field(entry, flag, value=value if has_value else None, rest=rest))
+        line.settings.append(read_field(FLAGS[flag], flag, value=value, rest=rest))
     elif argument in NEGATIONS:
         line.settings.append(Setting(NEGATIONS[argument].key, "false", argument))
     elif flag not in NEGATIONS and (row := row_of(flag)) is not None:
-        line.megatron.append(read_megatron(flag, row, value=value if has_value else None, rest=rest))
+        line.megatron.append(read_megatron(flag, row, value=value, rest=rest))
     elif has_value and flag in {*ALIASES, *NEGATIONS, *SWITCHES}:
-        fix = f"write {flag} alone or leave it out"
-        raise ConfigError(f"{argument} gives {flag} a value", why="it takes none", fix=fix)
+        raise takes_no_value(flag, text)
     else:
         take_values(rest)  # they are no further mistakes
         if " " in flag:
-            why, fix = "the shell passes what stands between quotes as one argument", "leave out the quotes around it"
-            raise ConfigError(f"one argument holds several: {argument!r}", why=why, fix=fix)
+            raise quoted(argument)
         raise unknown_flag(flag, known=known_flags(), listed_by=line.listed_by)
 
 
@@ -207,8 +207,7 @@ def read_megatron(flag: str, row: MegatronFlag, *, value: str | None, rest: list
     """A flag of Megatron-LM with as many values as it takes; one of a pattern may take none."""
     arity = row.arity
     if arity == 0 and value is not None:
-        fix = f"write {flag} alone or leave it out"
-        raise ConfigError(f"{flag}={value} gives {flag} a value", why="it takes none", fix=fix)
+        raise takes_no_value(flag, value)
     values = [] if value is None else [value]
     if arity == MANY:
         values += take_values(rest)

@@ -19,7 +19,6 @@ from nanotrain.config.arguments import ALIASES, FLAGS, unknown_flag
 from nanotrain.config.config import Config
 from nanotrain.config.flags import CommandLine, Setting, apply_aliases, parse
 from nanotrain.config.help import USAGE, help_text
-from nanotrain.config.megatron import row_of
 from nanotrain.config.option import flag_of
 from nanotrain.config.references import without_values
 from nanotrain.config.rules.unused import reset_unused
@@ -44,10 +43,10 @@ class Loaded:
     """A configuration and how it was composed."""
 
     config: Config  # the configuration
-    explicit: frozenset[str]  # keys set on the command line, as "model.hidden_size"
-    recipe: str | None  # NAME of +config=NAME
-    data_parallel_size: int | None  # value of --data-parallel-size, to be checked against the world
     origins: dict[str, str]  # key -> source of its value: "default", a YAML file, or the arguments
+    explicit: frozenset[str] = frozenset()  # keys set on the command line, as "model.hidden_size"
+    recipe: str | None = None  # NAME of +config=NAME
+    data_parallel_size: int | None = None  # value of --data-parallel-size, to be checked against the world
     notes: tuple[str, ...] = ()  # lines for the log: what was accepted without effect, implied or left out
     unreadable: frozenset[str] = frozenset()  # unique names of the fields whose value could not be read
 
@@ -141,14 +140,7 @@ def load_object(config: Config) -> Loaded:
     errors.raise_errors()
     values = flat_values(config)
     origins = {key: "default" if values[key] == entry.default else "Python" for key, entry in KEYS.items()}
-    return Loaded(
-        config=config,
-        explicit=frozenset(),
-        recipe=None,
-        data_parallel_size=None,
-        origins=origins | reset,
-        unreadable=unreadable,
-    )
+    return Loaded(config, origins | reset, unreadable=unreadable)
 
 
 def load(argv: Sequence[str], *, to_train: bool = True) -> Loaded:
@@ -186,10 +178,10 @@ def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
     from nanotrain.config.compose import compose_files, merge_settings  # Hydra takes 0.2 s; not for --help
 
     errors.errors += line.errors.errors
-    values, files = None, {}
+    defaults = megatron_values() if line.wants_megatron_defaults else {}
+    values = None
     with errors:
         composed = compose_files(line)
-        defaults = megatron_values() if line.wants_megatron_defaults else {}
         values, files = merge_settings(composed.values, line.settings, defaults=defaults), composed.files
     if values is None:
         errors.raise_errors()
@@ -197,9 +189,7 @@ def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
     of_files = {key: file for key, file in files.items() if key not in line.explicit}
     config, bad_keys = read_config(values, errors=errors, files=of_files)
     unreadable = frozenset(KEYS[key].name for key in bad_keys) | fields_in_cures(errors)
-    origins = dict.fromkeys(KEYS, "default") | files
-    if line.wants_megatron_defaults:
-        origins = dict.fromkeys(KEYS, "default") | dict.fromkeys(megatron_values(), "--megatron-defaults") | files
+    origins = dict.fromkeys(KEYS, "default") | dict.fromkeys(defaults, "--megatron-defaults") | files
     origins |= {setting.key: f"command line: {shown(setting)}" for setting in line.settings}
     recipe = line.choices.get("config")
     if config.train.run_dir is None:
@@ -218,11 +208,11 @@ def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
     hide_values(errors, values)
     result.notes += [f"{key}: {why}" for key, why in reset.items() if key in result.explicit]
     return Loaded(
-        config=config,
+        config,
+        origins | result.origins | reset,
         explicit=result.explicit,
         recipe=recipe,
         data_parallel_size=line.data_parallel_size,
-        origins=origins | result.origins | reset,
         notes=tuple(result.notes),
         unreadable=unreadable,
     )
@@ -283,9 +273,9 @@ def explain(loaded: Loaded, line: CommandLine) -> str:
 
 def flag_lines(line: CommandLine) -> list[str]:
     """What became of every flag of Megatron-LM that is no field: the kind of its row, and its meaning here."""
-    rows = [(argument.text, row) for argument in dict.fromkeys(line.megatron) if (row := row_of(argument.flag))]
-    width = max((len(text) for text, _ in rows), default=0)
-    return [f"{text:<{width}}  {row.kind:<9}  {row.meaning}" for text, row in rows]
+    arguments = dict.fromkeys(line.megatron)
+    width = max((len(argument.text) for argument in arguments), default=0)
+    return [f"{each.text:<{width}}  {each.row.kind:<9}  {each.row.meaning}" for each in arguments]
 
 
 def yaml_value(value: object) -> str:
