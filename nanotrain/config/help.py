@@ -112,23 +112,18 @@ def panel(title: str, lines: list[str], *, width: int) -> list[str]:
         lines: of at most `width` - FRAME characters.
         width: characters of a line, frame included.
     """
-    from rich.box import ASCII, ROUNDED  # rich takes 0.1 s
-    from rich.console import Console
-    from rich.panel import Panel
-    from rich.text import Text
-
-    box = ROUNDED if (sys.stdout.encoding or "").lower().startswith("utf") else ASCII
-    console = Console(width=width, color_system=None)
-    with console.capture() as frame:
-        console.print(Panel(Text("\n".join(lines)), title=Text(title), title_align="left", box=box, width=width))
-    return frame.get().splitlines()
+    is_utf = (sys.stdout.encoding or "").lower().startswith("utf")
+    left, top, right, side, low_left, low_right = "╭─╮│╰╯" if is_utf else "+-+|++"
+    head = f"{left}{top} {title} {top * (width - len(title) - 5)}{right}"
+    inner = [f"{side} {line:<{width - FRAME}} {side}" for line in lines]
+    return [head, *inner, f"{low_left}{top * (width - 2)}{low_right}"]
 
 
 def rows(pairs: Iterable[tuple[str, str]], width: int) -> list[str]:
     """Two columns of a panel, the second wrapped at words; a long entry of the first has a line of its own."""
     lines: list[str] = []
     for left, right in pairs:
-        wrapped = textwrap.wrap(right, width - FRAME - COLUMN, break_on_hyphens=False, break_long_words=False)
+        wrapped = textwrap.wrap(right, width - FRAME - COLUMN, break_on_hyphens=False)
         if len(left) + 2 > COLUMN:
             lines += textwrap.wrap(left, width - FRAME, subsequent_indent="  ", break_on_hyphens=False)
         else:
