@@ -46,7 +46,7 @@ gpu-check: .venv/.installed ## the tests marked gpu, then what fits of the GPU b
 	exit $$(( measured ? measured : tested ))
 
 docs: .venv/.installed ## write docs/config.md from the configuration's fields, and the pages as a site in site/
-	$(BIN)/python -m nanotrain.config.help docs/config.md
+	$(BIN)/python -m scripts.config_page docs/config.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict && echo "site/index.html"
 
 build: .venv/.installed ## a wheel and a source archive in dist/

@@ -66,13 +66,8 @@ class MegatronTable:
 def megatron() -> MegatronTable:
     """The table, read once."""
     table = read_table("megatron")
-    return MegatronTable(
-        flags=rows_of(table, saves=table["saves"]),
-        patterns=rows_of(table["patterns"]),
-        defaults=table["defaults"],
-        required=table["required"],
-        shaping=table["shaping"],
-    )
+    flags, patterns = rows_of(table, saves=table["saves"]), rows_of(table["patterns"])
+    return MegatronTable(flags, patterns, **{key: table[key] for key in ("defaults", "required", "shaping")})
 
 
 def rows_of(table: Mapping[str, Any], *, saves: Collection[str] = ()) -> dict[str, MegatronFlag]:

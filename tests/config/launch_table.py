@@ -5,9 +5,9 @@ from collections import Counter
 
 from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS
 from nanotrain.config.flags import OWN_FLAGS
-from nanotrain.config.help import table_row
 from nanotrain.config.megatron import megatron
 from nanotrain.config.option import flag_of
+from scripts.config_page import table_row
 from tests.config.launch_scripts import SCRIPTS
 
 TITLE = """\

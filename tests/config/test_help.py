@@ -6,11 +6,12 @@ from io import BytesIO, TextIOWrapper
 import pytest
 
 from nanotrain.config.flags import parse
-from nanotrain.config.help import COMMON, describe, document, help_text
+from nanotrain.config.help import COMMON, describe, help_text
 from nanotrain.config.load import reply
 from nanotrain.config.megatron import megatron
 from nanotrain.config.schema import ENTRIES, SECTIONS, typed
 from nanotrain.errors import ConfigError
+from scripts.config_page import document
 from tests.harness import ROOT
 
 TOPICS = ["", "all", "megatron", *SECTIONS]
@@ -92,7 +93,7 @@ def test_a_flag_is_described_by_its_meaning():
 
 
 def test_the_page_is_current():
-    assert document(PAGE) == PAGE, "run: python -m nanotrain.config.help docs/config.md"
+    assert document(PAGE) == PAGE, "run: python -m scripts.config_page docs/config.md"
 
 
 def test_every_row_of_a_table_has_as_many_cells_as_its_head():
