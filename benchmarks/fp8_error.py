@@ -35,7 +35,7 @@ def errors(options: Fp8Options, *, has_outlier: bool) -> list[float]:
     weight = draw(OUTPUTS, INPUTS, has_outlier=False, generator=generator)
     x = draw(TOKENS, INPUTS, has_outlier=has_outlier, generator=generator)
     grad = draw(TOKENS, OUTPUTS, has_outlier=has_outlier, generator=generator)
-    products = Fp8Linears([Linear(nn.Parameter(weight), None, Fp8Layer(options))], records=False)
+    products = Fp8Linears([Linear(nn.Parameter(weight), None, fp8=Fp8Layer(options))], records=False)
     with torch.no_grad():
         found = [*products.fprop(x), products.dgrad([grad]), *products.wgrad([grad], x)]
     wide_x, wide_weight, wide_grad = x.double(), weight.double(), grad.double()

@@ -38,7 +38,7 @@ import nanotrain
 from nanotrain.comm import collectives
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.kernels.traced_wgrad import write_wgrad
+from nanotrain.kernels.linear import write_in_graph
 from nanotrain.topology.topology import Topology
 from tests.fake_world import fake_context
 
@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.nanotrain.write_wgrad.default:  # what it reads and writes are operators inside of it
             with self:
-                return write_wgrad._init_fn(*args, **(kwargs or {}))
+                return write_in_graph._init_fn(*args, **(kwargs or {}))
         if func is with_effects:  # the same in a graph: (token, operator, *arguments) -> (token, result)
             return args[0], self.__torch_dispatch__(args[1], types, args[2:], kwargs)
         if self._flying and not func.is_view and func._schema.name not in _METADATA_ONLY:

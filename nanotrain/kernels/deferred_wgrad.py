@@ -19,7 +19,7 @@ from typing import Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from nanotrain.kernels.grad_view import grad_view_of
+from nanotrain.kernels.linear import grad_view_of
 
 
 class Wgrad(Protocol):

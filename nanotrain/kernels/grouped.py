@@ -27,9 +27,8 @@ from torch import Tensor, nn
 
 from nanotrain.comm.device import compute_capability
 from nanotrain.kernels.deferred_wgrad import WgradQueue, is_deferring
-from nanotrain.kernels.grad_view import GradView, grad_view_of
+from nanotrain.kernels.linear import GradView, grad_view_of, write_wgrad
 from nanotrain.kernels.linear import wgrad as linear_wgrad
-from nanotrain.kernels.linear import write_wgrad
 
 # torch 2.10 has it under both names, older versions under the private name only.
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)

@@ -4,6 +4,7 @@ B batch   S sequence   H hidden   N query heads   G key/value heads (N is a mult
 """
 
 import math
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -17,9 +18,8 @@ from nanotrain.model.rope import apply_rotary
 from nanotrain.model.scores import LayerScores
 from nanotrain.parallel.tp.layers import (
     ColumnParallelLinear,
-    ColumnParallelLinears,
-    ReplicatedHeadsLinear,
     RowParallelLinear,
+    column_parallel,
 )
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.spec.shape import ModelShape
@@ -54,22 +54,13 @@ class Attention(nn.Module):
         self.max_logits = self.scores.max_logits
         self.head_dim, self.has_window, self.has_rope = shape.head_dim, has_window, shape.has_rope(layer)
         self.core_attention = parallel.core_attention
-        self.query = ColumnParallelLinear(*params.linear("query"), tensor_parallel=parallel.tp)
-        query_rows, key_rows = (
-            _rows(shape, shape.num_heads, tensor_parallel=parallel.tp),
-            _rows(shape, shape.num_query_groups, tensor_parallel=parallel.tp),
-        )
-        self.key, self.value = (
-            _kv_linear(
-                params,
-                name,
-                rows=key_rows,
-                is_replicated=shape.replicates_kv_heads(parallel.tp.group.size),
-                tensor_parallel=parallel.tp,
-            )
-            for name in ("key", "value")
-        )
-        self.projections = ColumnParallelLinears(self.query, self.key, self.value)
+        query_rows = _rows(shape, shape.num_heads, tensor_parallel=parallel.tp)
+        key_rows = _rows(shape, shape.num_query_groups, tensor_parallel=parallel.tp)
+        column = partial(ColumnParallelLinear, tensor_parallel=parallel.tp)
+        rows = key_rows if shape.replicates_kv_heads(parallel.tp.group.size) else None
+        self.query = column(*params.linear("query"))
+        self.key = column(*params.linear("key"), rows=rows)
+        self.value = column(*params.linear("value"), rows=rows)
         self.query_norm, self.key_norm = (
             build_head_norm(model_config, params, name=f"{name}_norm", heads=rows, group=parallel.tp.group)
             for name, rows in (("query", query_rows), ("key", key_rows))
@@ -82,7 +73,8 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
-        query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in self.projections(hidden))  # [B, S, N, D]
+        projected = column_parallel(hidden, (self.query, self.key, self.value))
+        query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)  # [B, S, N or G, D]
         query, key = self.query_norm(query), self.key_norm(key)
         if self.query_factor != 1.0:
             query = query * self.query_factor
@@ -101,12 +93,3 @@ def _rows(shape: ModelShape, num_heads: int, *, tensor_parallel: TensorParallel)
     group = tensor_parallel.group
     first = group.index * num_heads // group.size
     return slice(first * shape.head_dim, (first + max(1, num_heads // group.size)) * shape.head_dim)
-
-
-def _kv_linear(
-    params: Parameters, name: str, *, rows: slice, is_replicated: bool, tensor_parallel: TensorParallel
-) -> ColumnParallelLinear:
-    """A key or value projection; with fewer heads than tp ranks every rank has all heads and computes one."""
-    if not is_replicated:
-        return ColumnParallelLinear(*params.linear(name), tensor_parallel=tensor_parallel)
-    return ReplicatedHeadsLinear(*params.linear(name), rows=rows, tensor_parallel=tensor_parallel)

@@ -103,9 +103,7 @@ class MultiLatentAttention(nn.Module):
         Without q_lora_rank the first is the query [B, S, N/tp * (Dn + R)], inside of it.
         """
         if self.query is not None:
-            (query,) = column_parallel(hidden, (self.query,))
-            (compressed,) = column_parallel(hidden, (self.kv_down,))
-            return query, compressed
+            return self.query(hidden), self.kv_down(hidden)
         compressed_query, compressed = column_parallel(hidden, (self.query_down, self.kv_down))
         return compressed_query, compressed
 
@@ -114,8 +112,8 @@ class MultiLatentAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value [B, S, N/tp, ...] from what `_compress` returns, normalized."""
         if self.query is None:
-            (query,) = column_parallel(query, (self.query_up,))
-        (key_value,) = column_parallel(compressed_kv, (self.kv_up,))
+            query = self.query_up(query)
+        key_value = self.kv_up(compressed_kv)
         query = rearrange(query, "b s (n d) -> b s n d", d=sum(self.query_sizes))
         key_value = rearrange(key_value, "b s (n d) -> b s n d", d=sum(self.key_value_sizes))
         if self.softmax_mscale != 1.0:  # YaRN; the core attention divides by the root of the head's width alone

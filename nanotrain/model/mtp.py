@@ -25,7 +25,7 @@ from nanotrain.model.context import LayerContext
 from nanotrain.model.dropout import DropoutPlace, HiddenDropout
 from nanotrain.model.norm import build_norm
 from nanotrain.model.parameters import Parameters
-from nanotrain.parallel.tp.layers import ColumnParallelLinear, column_parallel
+from nanotrain.parallel.tp.layers import ColumnParallelLinear
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 
 
@@ -86,7 +86,7 @@ class MTPLayer(nn.Module):
         """
         embedded = self._drop_embedded(embed(batch.tokens), context.dropout)
         joined = torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1)
-        (hidden,) = column_parallel(joined, (self.eh_proj,))
+        hidden = self.eh_proj(joined)
         for function in self.block_functions:
             hidden = function(hidden, context)
         hidden = self.final_norm(hidden)

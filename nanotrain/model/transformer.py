@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from nanotrain.comm.autograd import concat_along
 from nanotrain.config.config import ModelConfig
 from nanotrain.data.batch import Batch
-from nanotrain.kernels.linear import fprop
 from nanotrain.model.activations import ACTIVATIONS, Glu
 from nanotrain.model.attention import Attention
 from nanotrain.model.context import BatchContext, LayerContext
@@ -42,9 +41,9 @@ from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import RotaryTables
 from nanotrain.parallel.tp.layers import (
     ColumnParallelLinear,
-    ColumnParallelLinears,
     RowParallelLinear,
     VocabParallelEmbedding,
+    column_parallel,
 )
 from nanotrain.parallel.tp.loss import Targets, TokenGroups, Vocabulary, vocab_parallel_cross_entropy
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
@@ -77,13 +76,13 @@ class MLP(nn.Module):
         self.gate = column(*params.linear("gate")) if params.get("gate.weight") is not None else None
         self.activation = ACTIVATIONS[model_config.activation] if self.gate is None else Glu.of(model_config)
         self.up = column(*params.linear("up"))
-        self.projections = ColumnParallelLinears(*(layer for layer in (self.gate, self.up) if layer is not None))
+        self.projections = (self.up,) if self.gate is None else (self.gate, self.up)  # a tuple registers none twice
         self.down = RowParallelLinear(*params.linear("down"), tensor_parallel=tensor_parallel)
         self.dropout = dropout
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
-        out: Tensor = self.down(self.activation(*self.projections(hidden)))
+        out: Tensor = self.down(self.activation(*column_parallel(hidden, self.projections)))
         return out if self.dropout is None else self.dropout(out, context.dropout)
 
 
@@ -201,7 +200,7 @@ class Head(nn.Module):
     def logits(self, hidden: Tensor, *, tied: nn.Parameter | None) -> Tensor:
         """[..., H] -> [..., V] without padding, gathered over tp; without sequence parallelism."""
         assert not self.tensor_parallel.sequence_parallel, "a rank has the logits of all tokens"
-        local = fprop(self.tensor_parallel.enter(hidden), self._weight(tied)[: self.vocabulary.size])
+        local = F.linear(self.tensor_parallel.enter(hidden), self._weight(tied)[: self.vocabulary.size])
         gathered = concat_along(self.vocabulary.cap(local), self.tensor_parallel.group, dim=local.ndim - 1)
         return gathered[..., : self.vocabulary.size]
 

@@ -15,7 +15,7 @@ from nanotrain.parallel.pp.schedules import build_schedule
 
 # where graphs end -> whether they do in a configuration; docs/gpu.md counts them for three layouts
 BREAKS: dict[str, Callable[[Config], object]] = {
-    "linear layers with tensor parallelism, fp8 or deferred weight gradients (parallel/tp/linears.py)": lambda config: (
+    "linear layers with tensor parallelism, fp8 or deferred weight gradients (parallel/tp/layers.py)": lambda config: (
         config.parallel.tensor_model_parallel_size > 1
         or config.precision.fp8 is not None
         or _defers_wgrad(config.parallel)

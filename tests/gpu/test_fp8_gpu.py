@@ -46,7 +46,7 @@ def test_the_products_are_those_of_the_emulation(recipe: str, name: str, tokens:
     results = []
     for device in ("cpu", "cuda"):
         layer = Fp8Layer(Fp8Options(RECIPES[recipe], FP8_FORMATS[name])).to(device)
-        products = Fp8Linears([Linear(nn.Parameter(weight.to(device)), None, layer)], records=True)
+        products = Fp8Linears([Linear(nn.Parameter(weight.to(device)), None, fp8=layer)], records=True)
         with torch.no_grad():
             dy = grad.to(device)
             results.append([*products.fprop(x.to(device)), products.dgrad([dy]), *products.wgrad([dy], x.to(device))])

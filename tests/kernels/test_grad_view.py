@@ -7,8 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotrain.kernels import linear as linear_module
 from nanotrain.kernels.deferred_wgrad import WgradQueue, accumulate_wgrads
-from nanotrain.kernels.grad_view import GradView, grad_view_in_graph, grad_view_of
-from nanotrain.kernels.linear import write_wgrad
+from nanotrain.kernels.linear import GradView, grad_view_in_graph, grad_view_of, write_wgrad
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from tests.kernels.writing_network import I, Network, O, T, V, draw, microbatch, step, wrap
 

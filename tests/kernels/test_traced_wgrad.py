@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nanotrain.kernels import traced_wgrad
-from nanotrain.kernels.grad_view import grad_view_of
+from nanotrain.kernels import linear
+from nanotrain.kernels.linear import grad_view_of
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import LayoutRules
 from tests.kernels.writing_network import Network, draw, step, wrap
@@ -36,7 +36,7 @@ def compiled(
     return network, parallel, written
 
 
-@pytest.mark.skipif(not traced_wgrad.CAN_TRACE, reason="graphs write none with torch 2.10")
+@pytest.mark.skipif(not linear.CAN_TRACE, reason="graphs write none with torch 2.10")
 def test_graphs_write_to_the_bit_what_autograd_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     network, parallel, written = compiled()
     step(network, parallel)  # the second step overwrites what the first left behind
@@ -51,13 +51,13 @@ def test_graphs_write_to_the_bit_what_autograd_returns(monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError, match="--no-gradient-accumulation-fusion"):  # outside of a step
         network.block(draw("hidden", 2, 5, 8).bfloat16().requires_grad_()).sum().backward()
     # where this torch cannot declare the effect
-    monkeypatch.setattr(traced_wgrad, "CAN_TRACE", False)
+    monkeypatch.setattr(linear, "CAN_TRACE", False)
     network, parallel, written = compiled()
     assert torch.equal(step(network, parallel), found)
     assert set(written) == {"head"}, "the loss is outside of graphs"
 
 
-@pytest.mark.skipif(not traced_wgrad.CAN_TRACE, reason="graphs write none with torch 2.10")
+@pytest.mark.skipif(not linear.CAN_TRACE, reason="graphs write none with torch 2.10")
 def test_graphs_write_to_storage_that_a_bucket_borrows_where_it_is_the_only_one_of_the_unit() -> None:
     rules, found = LayoutRules(bucket_size=10_000, gathers_by_unit=True), []
     for writes in (False, True):

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.kernels import traced_wgrad
-from nanotrain.kernels.linear import accumulate_wgrad
+from nanotrain.kernels import linear
+from nanotrain.kernels.linear import GradView, grad_view_in_graph
 from nanotrain.memory import block_transforms
 from nanotrain.model.context import BatchContext
 from nanotrain.topology.topology import Topology
@@ -34,11 +35,11 @@ def train_compiled(ctx: ParallelContext, case: Case, backend_name: str) -> tuple
     from torch._dynamo import lookup_backend
 
     graphs: list[Any] = []
-    writes: list[bool] = []
+    views: list[GradView | None] = []
 
-    def write(*args: Any, **kwargs: Any) -> bool:
-        writes.append(accumulate_wgrad(*args, **kwargs))
-        return writes[-1]
+    def find(weight: Tensor) -> GradView | None:
+        views.append(grad_view_in_graph(weight))
+        return views[-1]
 
     def backend(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
@@ -48,10 +49,9 @@ def train_compiled(ctx: ParallelContext, case: Case, backend_name: str) -> tuple
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_transforms.torch, "compile", partial(torch.compile, backend=backend))
-        patch.setattr(traced_wgrad, "accumulate_wgrad", write)
+        patch.setattr(linear, "grad_view_in_graph", find)
         compiled = train_here(ctx, case.but(train={"torch_compile": True}))
-    assert all(writes)
-    return eager, compiled, len(graphs), len(writes)
+    return eager, compiled, len(graphs), len(views)
 
 
 @pytest.mark.parametrize(("backend", "sizes", "model"), ROWS, ids=["one rank", "dp moe", "tp"])
@@ -70,7 +70,7 @@ def test_compiled_blocks_train_as_eager_ones_do(backend, sizes, model) -> None:
         assert num_graphs > 0
         # query, key, value, output, and gate, up, down of a dense MLP. Experts and linear layers over tp are outside of
         # graphs, with torch 2.10 all of these.
-        num_products = (4 if model else 7) if traced_wgrad.CAN_TRACE and "tp" not in sizes else 0
+        num_products = (4 if model else 7) if linear.CAN_TRACE and "tp" not in sizes else 0
         num_microbatches = 2 if sizes["strategy"] == "no_shard" else 1
         assert num_writes == 2 * num_microbatches * num_products
         assert compiled.losses == pytest.approx(eager.losses, rel=1e-5)

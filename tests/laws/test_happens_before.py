@@ -16,7 +16,7 @@ import torch
 
 from nanotrain.comm import collectives
 from nanotrain.comm.work import Work
-from nanotrain.kernels.traced_wgrad import CAN_TRACE
+from nanotrain.kernels.linear import CAN_TRACE
 from nanotrain.memory import block_transforms
 from nanotrain.memory import offload as activation_offload
 from nanotrain.model.context import BatchContext

@@ -21,9 +21,8 @@ from nanotrain.kernels.fp8.products import Scales, tensor_amax
 from nanotrain.kernels.fp8.quantize import Quantized, block_amax, inverse_scales, quantize
 from nanotrain.kernels.fp8.scaled_grouped_mm import Groups, multiply_matrices, multiply_tokens
 from nanotrain.kernels.fp8.scaled_mm import scaled_mm
-from nanotrain.kernels.grad_view import GradView
 from nanotrain.kernels.grouped import GroupedMM, accumulate_each
-from nanotrain.kernels.linear import wgrad
+from nanotrain.kernels.linear import GradView, wgrad
 
 ROW = (1, None)
 

@@ -73,7 +73,7 @@ class Fp8Linears(Linears):
     """
 
     def __init__(self, linears: Sequence[Linear], *, records: bool) -> None:
-        super().__init__(linears)
+        super().__init__(linears, records=records)
         layers = [linear.fp8 for linear in linears if linear.fp8 is not None]
         assert len(layers) == len(linears), "layers that share an input are all in fp8 or all not"
         self._scales = Scales(layers, records=records)
@@ -123,7 +123,7 @@ class Fp8Linears(Linears):
         """[O, I] or [I, O]: as it is kept in fp8, or quantized."""
         linear = self.linears[layer]
         if linear.fp8 is not None and linear.fp8.stored is not None:
-            return linear.fp8.stored.matrix(rows=linear.used_rows, transposed=transposed)
+            return linear.fp8.stored.matrix(rows=linear.rows or slice(None), transposed=transposed)
         weight = linear.used_weight.detach()
         return self._scales.quantize(weight.t() if transposed else weight, Operand.WEIGHT, layer=layer)
 

@@ -36,7 +36,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from nanotrain.kernels.grad_view import GradView, attach
+from nanotrain.kernels.linear import GradView, attach
 from nanotrain.parallel.dp.bucket import Bucket, Reduction
 from nanotrain.parallel.dp.fp8_weights import Fp8Weights, placeholder
 from nanotrain.parallel.dp.layout import BufferLayout

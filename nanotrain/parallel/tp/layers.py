@@ -2,109 +2,97 @@
 
     ColumnParallelLinear      weight [O/tp, I]: each rank computes a shard of the outputs
     RowParallelLinear         weight [O, I/tp]: each rank computes a partial sum of the outputs
-    ReplicatedHeadsLinear     weight [O, I] on every rank, which computes some of its rows (fewer heads than ranks)
     VocabParallelEmbedding    weight [Vp/tp, H]: each rank looks up the tokens of its shard
     column_parallel           several column-parallel layers that read one input
-    ColumnParallelLinears     the same as a module
 
             enter                                               leave
     x ------+--- query, key, value (column) --- attention --- output (row) ---+--- y
             +--- gate, up (column) ------------ activation -- down (row) -----+
 
+A layer chooses its implementation when it is built. On one rank, without deferred weight gradients and fp8, it is
+torch's operator (`_on_one_rank`). Otherwise communication is overlapped with the products (`_parallel`):
+
+    forward     enter x                      y_i = x W_i^T + b_i
+    backward    start all-gather of x        dx = sum_i dy_i W_i           (dgrad) while x is gathered
+                start reduce-scatter of dx   dW_i = dy_i^T x, db_i         (wgrad) while dx is reduced
+
+Layers that read one input (query, key and value; gate and up) share its all-gather and the reduction of its gradient.
+Only the local shard of x is saved for the backward and gathered again there (Korthikanti et al. 2022, section 4.2.2).
+Without sequence parallelism nothing is gathered and dx is all-reduced.
+
 Layers take their parameters, local shards on any device.
 
-    B batch   S sequence   H hidden   I inputs   O outputs   Vp vocabulary with padding
+    B batch   S sequence   H hidden   I inputs   O local outputs   T = B * S   Vp vocabulary with padding
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanotrain.comm.autograd import eager
+from nanotrain.comm.work import Work
+from nanotrain.kernels.deferred_wgrad import is_deferring
 from nanotrain.kernels.fp8.layer import Fp8Layer
-from nanotrain.kernels.linear import Linear
-from nanotrain.parallel.tp.linears import column_linears, row_linear
+from nanotrain.kernels.fp8.products import Fp8Linears
+from nanotrain.kernels.linear import Linear, Linears, in_graph
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 
-
-class ColumnParallelLinear(nn.Module):
-    """A linear layer with sharded outputs: weight [O/tp, I], bias [O/tp] or None."""
-
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, tensor_parallel: TensorParallel) -> None:
-        super().__init__()
-        self.weight, self.bias, self.tensor_parallel = weight, bias, tensor_parallel
-        self.fp8 = _fp8_layer(tensor_parallel)
-
-    @property
-    def linear(self) -> Linear:
-        """The matrix products; built at each call, because parameters may be replaced."""
-        return Linear(self.weight, self.bias, self.fp8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, S or S/tp, I] -> [B, S, O/tp]."""
-        (out,) = column_parallel(x, (self,))
-        return out
+# Computes layers that share an input: [B, S or S/tp, I] -> one [B, S, O] per layer.
+ComputeLinears = Callable[[Tensor, Sequence[Linear]], tuple[Tensor, ...]]
 
 
-class ReplicatedHeadsLinear(ColumnParallelLinear):
-    """A linear layer with fewer heads than ranks: each rank holds all heads and computes the one that it needs.
+class ColumnParallelLinear(Linear):
+    """A linear layer with sharded outputs: weight [O, I], bias [O] or None.
 
-    `rows` selects the computed outputs of weight [O, I] and bias [O]. Gradients of the other rows are zero; gradients
-    have to be summed over tp.
+    With fewer heads than ranks each rank holds all heads and computes the one that it needs: `rows` are those outputs.
+    Gradients of the other rows are zero, and gradients have to be summed over tp.
     """
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, *, rows: slice, tensor_parallel: TensorParallel
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        *,
+        tensor_parallel: TensorParallel,
+        rows: slice | None = None,
     ) -> None:
-        super().__init__(weight, bias, tensor_parallel=tensor_parallel)
-        self.rows = rows
+        super().__init__(weight, bias, fp8=_fp8_layer(tensor_parallel), rows=rows)
+        self.compute = _choose(tensor_parallel)
 
-    @property
-    def linear(self) -> Linear:
-        """The products of the computed rows."""
-        return _LinearRows(self.weight, self.bias, self.fp8, rows=self.rows)
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S or S/tp, I] -> [B, S, O]."""
+        (out,) = self.compute(x, (self,))
+        return out
 
 
 def column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
     """Column-parallel layers of one group that read one input, which is gathered once.
 
-    x [B, S or S/tp, I] -> one [B, S, O/tp] per layer.
+    x [B, S or S/tp, I] -> one [B, S, O] per layer.
     """
-    return column_linears(x, [layer.linear for layer in layers], tensor_parallel=layers[0].tensor_parallel)
+    return layers[0].compute(x, layers)
 
 
-class ColumnParallelLinears(nn.Module):
-    """Column-parallel layers that read one input; it has no parameters of its own.
-
-    Args:
-        layers: modules of the parent, which owns their parameters.
-    """
-
-    def __init__(self, *layers: ColumnParallelLinear) -> None:
-        super().__init__()
-        self.layers = layers  # a tuple, so that the parameters are not registered twice
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """[B, S or S/tp, I] -> one [B, S, O/tp] per layer."""
-        return column_parallel(x, self.layers)
-
-
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Linear):
     """A linear layer with sharded inputs: weight [O, I/tp], bias [O] replicated or None.
 
     Partial sums are reduced over the group, then the bias is added.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, tensor_parallel: TensorParallel) -> None:
-        super().__init__()
-        self.weight, self.bias, self.tensor_parallel = weight, bias, tensor_parallel
-        self.fp8 = _fp8_layer(tensor_parallel)
+        adds_bias = _is_plain(tensor_parallel)
+        super().__init__(weight, bias, fp8=_fp8_layer(tensor_parallel), adds_bias=adds_bias)
+        self.tensor_parallel, self.compute = tensor_parallel, _choose(tensor_parallel.unsharded, is_plain=adds_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, I/tp] -> [B, S or S/tp, O]."""
-        return row_linear(x, Linear(self.weight, self.bias, self.fp8), tensor_parallel=self.tensor_parallel)
+        (partial_sum,) = self.compute(x, (self,))
+        out = self.tensor_parallel.leave(partial_sum)
+        return out if self.bias is None or self.adds_bias else out + self.bias
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -133,33 +121,94 @@ def _fp8_layer(tensor_parallel: TensorParallel) -> Fp8Layer | None:
     return None if tensor_parallel.fp8 is None else Fp8Layer(tensor_parallel.fp8)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _LinearRows(Linear):
-    """The products of some rows of a layer; gradients have the shape of the parameters."""
+def _is_plain(tensor_parallel: TensorParallel) -> bool:
+    """Whether layers neither communicate nor defer weight gradients nor use fp8."""
+    return tensor_parallel.group.size == 1 and tensor_parallel.wgrad_queue is None and tensor_parallel.fp8 is None
 
-    rows: slice
+
+def _choose(tensor_parallel: TensorParallel, *, is_plain: bool | None = None) -> ComputeLinears:
+    """The implementation of layers, chosen when they are built."""
+    is_plain = _is_plain(tensor_parallel) if is_plain is None else is_plain
+    return partial(_on_one_rank if is_plain else _parallel, tensor_parallel=tensor_parallel)
+
+
+def _on_one_rank(x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel) -> tuple[Tensor, ...]:
+    """Torch's operator, unless weight gradients are written where they are accumulated."""
+    if torch.compiler.is_compiling():
+        return tuple(in_graph(x, layer) for layer in layers)
+    if torch.is_grad_enabled() and any(layer.writes_wgrad for layer in layers):
+        return _parallel(x, layers, tensor_parallel=tensor_parallel)
+    return tuple(layer.fprop(x) for layer in layers)
+
+
+@eager  # collectives and the wgrad queue stay out of compiled graphs
+def _parallel(x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel) -> tuple[Tensor, ...]:
+    products = Linears if tensor_parallel.fp8 is None else Fp8Linears
+    params = [param for layer in layers for param in layer.trained_params]
+    # Inside of the function gradients are always off.
+    of_microbatch = products(layers, records=torch.is_grad_enabled())
+    outputs: tuple[Tensor, ...] = _ParallelLinears.apply(x, tensor_parallel, of_microbatch, *params)
+    return outputs
+
+
+class _ParallelLinears(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, tensor_parallel: TensorParallel, products: Linears, *params: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.tensor_parallel, ctx.products = tensor_parallel, products
+        # Parameters are saved for autograd's check that none is overwritten before the backward; read from `products`.
+        ctx.save_for_backward(x, *params)
+        return products.fprop(tensor_parallel.start_enter(x).wait())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph; the detached tensors below would give wrong second derivatives
+            raise RuntimeError(
+                "second derivatives of linear layers need one tp rank and --no-gradient-accumulation-fusion"
+            )
+        # Detached: when deferred, x would keep the graph that it comes from alive.
+        x, *params = ctx.saved_tensors
+        tensor_parallel: TensorParallel = ctx.tensor_parallel
+        products: Linears = ctx.products
+        flat_grads = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        wgrad = _LinearsWgrad(x.detach(), tensor_parallel, products=products, flat_grads=flat_grads)
+        deferred = is_deferring(tensor_parallel.wgrad_queue)
+        if not deferred:
+            wgrad.start()
+        reducing = None
+        if ctx.needs_input_grad[0]:
+            shape = (*grads[0].shape[:-1], x.shape[-1])
+            reducing = tensor_parallel.start_enter_backward(products.dgrad(flat_grads).view(shape))
+        param_grads: list[Tensor | None] = [None] * len(params)
+        if is_deferring(tensor_parallel.wgrad_queue):
+            tensor_parallel.wgrad_queue.put(wgrad)
+        else:
+            param_grads = wgrad.compute()
+        return (None if reducing is None else reducing.wait()), None, None, *param_grads
+
+
+class _LinearsWgrad:
+    """The weight gradients of layers that share an input x [B, S or S/tp, I]; `flat_grads` is one [T, O] per layer."""
+
+    def __init__(
+        self, x: Tensor, tensor_parallel: TensorParallel, *, products: Linears, flat_grads: Sequence[Tensor]
+    ) -> None:
+        self._x, self._tensor_parallel = x, tensor_parallel
+        self._products, self._flat_grads = products, flat_grads
+        self._gathering: Work[Tensor] | None = None
 
     @property
-    def used_rows(self) -> slice:
-        return self.rows
+    def params(self) -> list[nn.Parameter]:
+        """The weights and biases that are trained."""
+        return [param for linear in self._products.linears for param in linear.trained_params]
 
-    @property
-    def used_weight(self) -> Tensor:
-        return self.weight[self.rows]
+    def start(self) -> None:
+        """Start to gather the input."""
+        self._gathering = self._tensor_parallel.start_enter(self._x)
 
-    @property
-    def used_bias(self) -> Tensor | None:
-        return None if self.bias is None else self.bias[self.rows]
-
-    @property
-    def writes_wgrad(self) -> bool:
-        return False  # the other rows have to be zero
-
-    def param_grads(self, grad: Tensor, grad_weight: Tensor | None) -> list[Tensor | None]:
-        found = zip(super().param_grads(grad, grad_weight), self.trained_params, strict=True)
-        return [None if part is None else self._pad(part, param) for part, param in found]
-
-    def _pad(self, grad: Tensor, param: Tensor) -> Tensor:
-        padded = grad.new_zeros(param.shape)
-        padded[self.rows] = grad
-        return padded
+    def compute(self) -> list[Tensor | None]:
+        """The gradients of `params`, None for one that was written."""
+        assert self._gathering is not None, "start comes first, in the same order on every rank"
+        x = self._gathering.wait().flatten(0, -2)
+        return self._products.wgrad(self._flat_grads, x)

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanotrain.comm.autograd import eager
 from nanotrain.comm.collectives import start_all_gather, start_all_reduce
 from nanotrain.comm.group import Group
-from nanotrain.kernels.grad_view import grad_view_of
-from nanotrain.kernels.linear import dgrad, fprop, wgrad
+from nanotrain.kernels.linear import dgrad, grad_view_of, wgrad
 from nanotrain.kernels.vocabulary_softmax import normalize, softmax_gradient
 
 # Logits per chunk. On the CPU they stay in the cache (measured at V = 8192, H = 384, one core, against one chunk:
@@ -136,7 +136,7 @@ class _VocabShard:
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """[t, H] -> [t, num_tokens], soft-capped."""
-        logits = self.vocabulary.cap(fprop(hidden, weight[: self.num_tokens]))
+        logits = self.vocabulary.cap(F.linear(hidden, weight[: self.num_tokens]))
         return logits.fill_(torch.finfo(logits.dtype).min / 2) if self.is_padding else logits
 
     def log_probs(self, hidden: Tensor, weight: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from torch import nn
 
 from nanotrain.kernels.fp8.grouped import Fp8GroupedMM, Fp8LoopedMM, select_fp8_gemm
 from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer
-from nanotrain.kernels.grad_view import GradView
 from nanotrain.kernels.grouped import GroupedOptions, grouped_linear
+from nanotrain.kernels.linear import GradView
 from nanotrain.precision.fp8 import FP8_FORMATS
 from tests.kernels.fp8.test_products import draw, options
 

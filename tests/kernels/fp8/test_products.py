@@ -40,7 +40,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_the_products_are_those_of_fp64(recipe: str, name: str, dtype: torch.dtype) -> None:
     weights = [nn.Parameter(draw(O, I, seed=seed).to(dtype)) for seed in (1, 2)]
     bias = nn.Parameter(draw(O, seed=3).to(dtype))
-    linears = [Linear(w, b, Fp8Layer(options(recipe, name))) for w, b in zip(weights, (bias, None), strict=True)]
+    linears = [Linear(w, b, fp8=Fp8Layer(options(recipe, name))) for w, b in zip(weights, (bias, None), strict=True)]
     x, grads = draw(T, I, seed=4).to(dtype), [draw(T, O, seed=seed).to(dtype) for seed in (5, 6)]
     products = Fp8Linears(linears, records=True)
 
@@ -65,7 +65,7 @@ def test_the_products_are_those_of_fp64(recipe: str, name: str, dtype: torch.dty
 
 
 def test_weight_gradients_stay_in_the_dtype_of_the_activations_where_asked_for() -> None:
-    linear = Linear(nn.Parameter(draw(O, I, seed=1)), None, Fp8Layer(options("tensorwise", wgrad=False)))
+    linear = Linear(nn.Parameter(draw(O, I, seed=1)), None, fp8=Fp8Layer(options("tensorwise", wgrad=False)))
     x, grad = draw(T, I, seed=2), draw(T, O, seed=3)
     (found,) = Fp8Linears([linear], records=False).wgrad([grad], x)
     assert torch.equal(found, grad.t() @ x)
@@ -79,7 +79,7 @@ def test_a_microbatch_shares_its_amaxes_once_per_direction() -> None:
         return amax * 2
 
     linears = [
-        Linear(nn.Parameter(draw(O, I, seed=seed)), None, Fp8Layer(options("tensorwise", reduce_amax=reduce)))
+        Linear(nn.Parameter(draw(O, I, seed=seed)), None, fp8=Fp8Layer(options("tensorwise", reduce_amax=reduce)))
         for seed in (1, 2)
     ]
     products, x, grads = Fp8Linears(linears, records=False), draw(T, I, seed=3), [draw(T, O, seed=4)] * 2
@@ -94,7 +94,7 @@ def test_a_microbatch_shares_its_amaxes_once_per_direction() -> None:
 def test_gradients_stay_finite_where_delayed_scales_overflow() -> None:
     layer = Fp8Layer(options("delayed", "hybrid"))
     layer.update(torch.full((3, 1), 1e-3))
-    linear = Linear(nn.Parameter(draw(O, I, seed=1)), None, layer)
+    linear = Linear(nn.Parameter(draw(O, I, seed=1)), None, fp8=layer)
     products, x, grad = Fp8Linears([linear], records=True), draw(T, I, seed=2) * 100, draw(T, O, seed=3) * 100
     outputs = [*products.fprop(x), products.dgrad([grad]), *products.wgrad([grad], x)]
     assert all(out.isfinite().all() for out in outputs)
@@ -106,7 +106,7 @@ def test_an_overflow_of_the_input_reaches_the_output() -> None:
     layer.update(torch.ones(3, 1))
     x = draw(T, I, seed=2)
     x[0, 0] = float("inf")
-    (out,) = Fp8Linears([Linear(nn.Parameter(draw(O, I, seed=1)), None, layer)], records=True).fprop(x)
+    (out,) = Fp8Linears([Linear(nn.Parameter(draw(O, I, seed=1)), None, fp8=layer)], records=True).fprop(x)
     assert not out.isfinite().all()
 
 
@@ -124,7 +124,7 @@ def test_each_expert_has_the_products_of_a_linear_layer(recipe: str) -> None:
     assert not out[sum(counts) :].any() and not grad_x[sum(counts) :].any()
     assert not grad_weight[1].any()
     for expert, tokens in ((0, slice(0, 17)), (2, slice(17, 40))):
-        linear = Linear(nn.Parameter(weight[expert].detach().clone()), None, Fp8Layer(options(recipe)))
+        linear = Linear(nn.Parameter(weight[expert].detach().clone()), None, fp8=Fp8Layer(options(recipe)))
         products = Fp8Linears([linear], records=False)
         (expected,) = products.fprop(x[tokens].detach())
         torch.testing.assert_close(out[tokens], expected)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from nanotrain.comm.group import Group
 from nanotrain.parallel.tp.layers import (
     ColumnParallelLinear,
-    ReplicatedHeadsLinear,
     RowParallelLinear,
     column_parallel,
 )
@@ -73,7 +72,7 @@ class ShardedNetwork(nn.Module):
             if rows is None:
                 layer = ColumnParallelLinear(*parameters, tensor_parallel=tensor_parallel)
             else:
-                layer = ReplicatedHeadsLinear(*parameters, rows=rows, tensor_parallel=tensor_parallel)
+                layer = ColumnParallelLinear(*parameters, rows=rows, tensor_parallel=tensor_parallel)
             setattr(self, name, layer)
         self.output = RowParallelLinear(*self.parameters_of("output"), tensor_parallel=tensor_parallel)
 
@@ -97,7 +96,7 @@ class ShardedNetwork(nn.Module):
     def partial_names(self) -> set[str]:
         """Parameters whose gradients are partial sums over the group."""
         names = {"output.bias"} if self.tensor_parallel.sequence_parallel else set()
-        if isinstance(self.key, ReplicatedHeadsLinear):
+        if self.key.rows is not None:
             names |= {f"{layer}.{kind}" for layer in ("key", "value") for kind in ("weight", "bias")}
         return names
 
