@@ -25,8 +25,8 @@ from nanotrain.config.config import OptimConfig, OuterShardingStrategy, Parallel
 from nanotrain.errors import ConfigError
 from nanotrain.optim.distributed import DistributedOptimizer, Update
 from nanotrain.parallel.dp.data_parallel import DataParallel
-from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
-from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups, Strategy
+from nanotrain.parallel.dp.layout import plan_layout
+from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups, layout_rules
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
 from nanotrain.quantities import count_of
@@ -67,23 +67,15 @@ class ShardedModule:
         precision: PrecisionConfig | None = None,
     ) -> None:
         optim, precision = optim or OptimConfig(), precision or PrecisionConfig()
-        _check_data_parallel_only(context)
-        _check_settings(module, parallel=parallel, optim=optim)
+        _check(module, context, parallel=parallel, optim=optim)
         self.module, self._context, self._optim = module, context, optim
         strategy = STRATEGIES[parallel.data_parallel_sharding_strategy.value]
-        _check_groups(context, strategy)
         units = find_units(module, unit_classes, must_not_nest=strategy.shard_params)
         is_outer_sharded = parallel.outer_dp_sharding_strategy is OuterShardingStrategy.optim
         groups = ReduceGroups(context.group("dp_shard"), context.group("dp_replicate"), shards_across=is_outer_sharded)
         values = {name: param.detach() for name, param in module.named_parameters()}
-        tied = _tied_names(module)
-        rules = LayoutRules(
-            num_shards=groups.shard.size,
-            num_outer_shards=groups.outer.size,
-            bucket_size=parallel.ddp_bucket_size,
-            pad_for_high_busbw=parallel.ddp_pad_buckets_for_high_nccl_busbw,
-            gathers_by_unit=strategy.gathers_by_unit,
-        )
+        name_of = {param: name for name, param in module.named_parameters()}  # tied parameters by their first name
+        rules = layout_rules(parallel, num_shards=groups.shard.size, num_outer_shards=groups.outer.size)
         self.data_parallel = DataParallel(
             module,
             plan_layout(_declare(module, units, unit_classes=unit_classes, dtype=precision.params_dtype.value), rules),
@@ -91,7 +83,7 @@ class ShardedModule:
             options=replace(
                 DataParallelOptions.of(parallel, precision),
                 is_recomputing=_is_in_backward,
-                units=[(child, _parameters_read(name, child, tied=tied)) for name, child in units],
+                units=[(child, {name_of[param] for param in child.parameters()}) for _, child in units],
             ),
             precision=Precision.of(precision),
             device=context.device,
@@ -247,42 +239,25 @@ def _names_below(name: str, child: nn.Module) -> list[str]:
     return [prefix + param for param, _ in child.named_parameters(remove_duplicate=False)]
 
 
-def _tied_names(module: nn.Module) -> dict[str, str]:
-    """Further names of parameters -> their first name."""
-    first = {id(param): name for name, param in module.named_parameters()}
-    every = module.named_parameters(remove_duplicate=False)
-    return {name: first[id(param)] for name, param in every if first[id(param)] != name}
-
-
-def _parameters_read(name: str, child: nn.Module, *, tied: dict[str, str]) -> frozenset[str]:
-    return frozenset(tied.get(param, param) for param in _names_below(name, child))
-
-
 def _candidates(module: nn.Module) -> list[str]:
     """Classes of the items of module lists, usually the transformer blocks."""
     lists = (child for child in module.modules() if isinstance(child, nn.ModuleList | nn.Sequential))
     return sorted({type(item).__name__ for each in lists for item in each}) or [type(module).__name__]
 
 
-def _check_data_parallel_only(context: ParallelContext) -> None:
+def _check(module: nn.Module, context: ParallelContext, *, parallel: ParallelConfig, optim: OptimConfig) -> None:
     wrong = {axis: size for axis in ("tp", "cp", "pp", "ep") if (size := context.topology.size(axis)) > 1}
     if wrong:
         shown = ", ".join(f"{axis} {size}" for axis, size in wrong.items())
         why = "the parameters of an arbitrary module do not declare how these axes shard them"
         raise ConfigError(f"a sharded module with {shown}", why=why, fix="use data parallelism only, or the trainer")
-
-
-def _check_groups(context: ParallelContext, strategy: Strategy) -> None:
-    num_shards = context.group("dp_shard").size
-    if num_shards > 1 and not strategy.shard_optim:
+    num_shards, strategy = context.group("dp_shard").size, parallel.data_parallel_sharding_strategy.value
+    if num_shards > 1 and not STRATEGIES[strategy].shard_optim:
         raise ConfigError(
-            f"no_shard in a context whose ranks form shard groups of {num_shards}",
+            f"{strategy} in a context whose ranks form shard groups of {num_shards}",
             why="the context was made for another data_parallel_sharding_strategy",
             fix="pass one ParallelConfig to Topology.of and to ShardedModule",
         )
-
-
-def _check_settings(module: nn.Module, *, parallel: ParallelConfig, optim: OptimConfig) -> None:
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     if frozen:
         raise ConfigError(

@@ -3,6 +3,7 @@
 STRATEGIES             the sharding strategies as traits; no other code compares their names
 ReduceGroups           the groups that gradients are summed over
 DataParallelOptions    options of one wrapper
+layout_rules           rules of the layout of its buffers
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from nanotrain.comm.group import Group
 from nanotrain.config.config import ParallelConfig, PrecisionConfig
+from nanotrain.parallel.dp.layout import LayoutRules
 from nanotrain.precision.policy import Precision
 
 
@@ -25,11 +27,6 @@ class Strategy:
     shard_optim: bool
     shard_grads: bool  # gradients are sharded too and never stored at full size (ZeRO-2; section 5.2)
     shard_params: bool  # parameters are sharded too and all-gathered per unit (ZeRO-3; section 5.3)
-
-    @property
-    def gathers_by_unit(self) -> bool:
-        """Whether parameters are all-gathered per FSDP unit; then no bucket may span two units."""
-        return self.shard_params
 
 
 STRATEGIES = {
@@ -111,3 +108,14 @@ class DataParallelOptions:
             keeps_full_grads=parallel.force_all_reduce,
             writes_wgrads=parallel.gradient_accumulation_fusion,
         )
+
+
+def layout_rules(parallel: ParallelConfig, *, num_shards: int, num_outer_shards: int) -> LayoutRules:
+    """The rules of a buffer that is sharded over that many ranks, and over that many instances in turn."""
+    return LayoutRules(
+        num_shards=num_shards,
+        num_outer_shards=num_outer_shards,
+        bucket_size=parallel.ddp_bucket_size,
+        pad_for_high_busbw=parallel.ddp_pad_buckets_for_high_nccl_busbw,
+        gathers_by_unit=STRATEGIES[parallel.data_parallel_sharding_strategy.value].shard_params,
+    )

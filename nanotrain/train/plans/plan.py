@@ -26,8 +26,8 @@ from nanotrain.optim.optimizers import OPTIMIZERS
 from nanotrain.optim.rule import UpdateRule
 from nanotrain.optim.state import ShardPart, host_fraction, split_shard, state_bytes
 from nanotrain.parallel.cp import CORE_ATTENTIONS
-from nanotrain.parallel.dp.layout import BufferLayout, LayoutRules, plan_layout
-from nanotrain.parallel.dp.options import MAX_FULL_BUCKETS, STRATEGIES, DataParallelOptions
+from nanotrain.parallel.dp.layout import BufferLayout, plan_layout
+from nanotrain.parallel.dp.options import MAX_FULL_BUCKETS, DataParallelOptions, layout_rules
 from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule, forward_only
 from nanotrain.parallel.pp.transfers import RankPlan, plan_rank
@@ -310,13 +310,8 @@ def _plan_buffers(
         chosen = [
             param for param in params if param.spec.is_expert == is_expert and (param.spec.name in fp8_names) == is_fp8
         ]
-        rules = LayoutRules(
-            num_shards=shard.size,
-            num_outer_shards=replicate.size if is_outer_sharded else 1,
-            bucket_size=parallel.ddp_bucket_size,
-            pad_for_high_busbw=parallel.ddp_pad_buckets_for_high_nccl_busbw,
-            gathers_by_unit=STRATEGIES[parallel.data_parallel_sharding_strategy.value].gathers_by_unit,
-        )
+        num_outer_shards = replicate.size if is_outer_sharded else 1
+        rules = layout_rules(parallel, num_shards=shard.size, num_outer_shards=num_outer_shards)
         if chosen:
             yield BufferPlan(shard, replicate, plan_layout(chosen, rules), is_fp8)
 

@@ -30,4 +30,4 @@ def test_each_strategy_shards_what_the_one_before_it_shards_and_more():
 
 
 def test_only_sharded_params_are_gathered_by_unit():
-    assert [name for name, strategy in STRATEGIES.items() if strategy.gathers_by_unit] == ["optim_grads_params"]
+    assert [name for name, strategy in STRATEGIES.items() if strategy.shard_params] == ["optim_grads_params"]
