@@ -31,7 +31,7 @@ from nanotrain.checkpoint.write import shard_name
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
 from nanotrain.errors import NanotrainError, report
-from nanotrain.optim.state import host_fraction, range_boxes, ranges_to_save, split_shard
+from nanotrain.optim.state import host_fraction, ranges_to_save, split_shard
 from nanotrain.optim.stored import num_scales
 from nanotrain.parallel.dp.layout import clip_ranges
 from nanotrain.precision.dtypes import DTYPE_NAMES, TORCH_DTYPES
@@ -159,7 +159,7 @@ def _saved_boxes(plan: Plan, buffer: BufferPlan) -> Iterator[tuple[TensorBox, st
             for prefix, dtype in dtypes.items():
                 name = DTYPE_NAMES[torch.float32 if num_scales(1, dtype) else dtype]  # scaled values are saved in fp32
                 for inside in clip_ranges(saved, start=part.start, stop=part.stop):
-                    yield from ((box, name) for box in range_boxes(f"{prefix}/{inside.name}", inside))
+                    yield from ((box, name) for box in inside.boxes(f"{prefix}/{inside.name}"))
 
 
 def row(size: MetadataSize, world_size: int) -> str:

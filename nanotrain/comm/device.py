@@ -43,7 +43,7 @@ def pick_device(kind: str, local_rank: int, *, environment: MutableMapping[str, 
     Args:
         kind: "auto" (cuda if available), "cpu" or "cuda".
         local_rank: index of this rank among the ranks of its machine.
-        environment: of this process; the settings of CUDA's allocator are set in it unless they are there.
+        environment: environment of this process; the settings of CUDA's allocator are set in it unless they are there.
 
     Raises:
         EnvironmentFault: no GPU is visible, or the machine has more ranks than GPUs.

@@ -105,7 +105,7 @@ def create_control(
     Args:
         rank: global rank.
         world_size: number of ranks.
-        timeout: of their collectives.
+        timeout: timeout of their collectives.
         fan_out: largest group of the tree; None: CONTROL_FAN_OUT if groups are split, else all ranks.
     """
     backend = "gloo" if dist.get_backend() == "nccl" else None
@@ -130,8 +130,8 @@ def _check_sizes(groups: Mapping[Ranks, dist.ProcessGroup | None]) -> None:
     same hash would become one communicator, in silence.
     """
     ones = torch.ones(len(groups)).to(process_group_device(dist.group.WORLD))
-    for one, process_group in zip(ones, groups.values(), strict=True):
-        dist.all_reduce(one, group=process_group)
+    for count, process_group in zip(ones, groups.values(), strict=True):
+        dist.all_reduce(count, group=process_group)
     for ranks, size in zip(groups, ones.tolist(), strict=True):
         if size != len(ranks):
             raise EnvironmentFault(
@@ -203,7 +203,7 @@ def store_of_attempt(store: Store, rank: int, *, world_size: int, timeout: timed
     """The store of this attempt, empty before its ranks meet; all ranks call this.
 
     Args:
-        store: at which the ranks of all attempts meet.
+        store: store at which the ranks of all attempts meet.
         rank: global rank.
         world_size: ranks of this attempt.
         timeout: how long to wait for the others.

@@ -43,7 +43,7 @@ class StopPoint:
     """This rank's part of the agreement.
 
     Args:
-        store: of all ranks.
+        store: store of all ranks.
         control: all ranks, for the names of the keys.
         timeout_s: how long this rank waits for the others to reply.
     """

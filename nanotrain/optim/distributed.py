@@ -25,13 +25,12 @@ from torch.profiler import record_function
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.config.config import OptimConfig
-from nanotrain.optim.ema import WeightAverage
 from nanotrain.optim.matrices import Balance
 from nanotrain.optim.matrix_update import MatrixUpdate, grid_groups
 from nanotrain.optim.offload import HostUpdate
 from nanotrain.optim.optimizers import OPTIMIZERS
 from nanotrain.optim.rule import UpdateRule, UpdateStep
-from nanotrain.optim.state import BucketState, PartState
+from nanotrain.optim.state import BucketState, PartState, WeightAverage
 from nanotrain.optim.stored import StoredTensor
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.precision.loss_scale import LossScale
@@ -64,7 +63,7 @@ class DistributedOptimizer:
         config: update rule and hyperparameters.
         precision: dtype of the main params.
         loss_scale: scale of the gradients; updated by every step.
-        groups: of this rank by name; the gradient norm is over `world`.
+        groups: groups of this rank by name; the gradient norm is over `world`.
     """
 
     def __init__(
@@ -166,7 +165,7 @@ class DistributedOptimizer:
         """Multiply main params by factors of their rows, and copy them to this rank's shards of the model params.
 
         Args:
-            factors: by parameter name, [rows] fp32 of the global parameter; others are not changed.
+            factors: factors by parameter name, [rows] fp32 of the global parameter; others are not changed.
         """
         for part in self._parts:
             if part.scale_rows(factors):
@@ -311,7 +310,7 @@ def squared_norm(grad_shards: Sequence[Tensor], *, device: torch.device) -> Tens
 
     Args:
         grad_shards: flat gradients of this rank: padding is zero and each element is passed by one rank only.
-        device: of the result.
+        device: device of the result.
     """
     return sum((_squared_norm(shard) for shard in grad_shards), start=torch.zeros((), device=device)).double()
 

@@ -116,7 +116,7 @@ class WholeMatrices:
 
     Args:
         placed: all matrices of the grid, the same list on every rank.
-        groups: of this rank.
+        groups: groups of this rank.
     """
 
     def __init__(self, placed: Sequence[Placed], groups: GridGroups) -> None:
@@ -312,7 +312,7 @@ def grid_groups(
     Args:
         shard: the ranks that buckets are sharded over.
         replicate: the optimizer instances.
-        groups: of this rank.
+        groups: groups of this rank.
         config: the mode.
         shards_across: whether optimizer state is sharded across instances too.
     """

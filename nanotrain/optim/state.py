@@ -4,6 +4,7 @@
     state_bytes    bytes of main params, state and average of parts. Pure
     PartState      main params, state tensors and gradients of one part, read and written as fp32 ranges
     BucketState    the parts of one bucket; offsets stay here, tensors leave as `(TensorBox, Tensor)`
+    WeightAverage  the moving average of the weights
 
 A part is consecutive elements whose state is stored together. Parts cover the shard, gaps and padding included. Without
 a rule for matrices and without offload a shard is one part.
@@ -33,7 +34,7 @@ from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import FlatRange, clip_ranges
 from nanotrain.precision.policy import Precision
-from nanotrain.spec.boxes import TensorBox, flat_range_to_boxes
+from nanotrain.spec.boxes import TensorBox
 
 CHUNK_NUMEL = 1024 * SCALE_BLOCK  # elements that are converted to fp32 at once: 8 MiB per tensor
 
@@ -72,14 +73,17 @@ def split_shard(
     def is_matrix(part: FlatRange) -> bool:
         return rule.matrix is not None and part.param.spec.needs_whole_matrix
 
-    kinds = [(kind, tuple(group)) for kind, group in groupby(ranges, key=is_matrix)]
-    edges = [0, *(group[-1].elements.stop for _, group in kinds[:-1]), numel]
-    parts = [
-        ShardPart(start, stop, group, is_matrix=kind)
-        for (kind, group), start, stop in zip(kinds or [(False, ())], edges[:-1], edges[1:], strict=True)
-    ]
-    border = int(numel * host_fraction)
-    return tuple(divided for part in parts for divided in _divide(part, border=border))
+    groups = [(kind, tuple(group)) for kind, group in groupby(ranges, key=is_matrix)] or [(False, ())]
+    ends = [*(group[-1].stop for _, group in groups[:-1]), numel]
+    parts: list[ShardPart] = []
+    border, start = int(numel * host_fraction), 0
+    for (kind, group), end in zip(groups, ends, strict=True):
+        for stop in (min(border, end), end):
+            if start < stop:
+                inside = tuple(clip_ranges(group, start=start, stop=stop))
+                parts.append(ShardPart(start, stop, inside, is_matrix=kind, on_host=stop <= border))
+                start = stop
+    return tuple(parts)
 
 
 def host_fraction(config: OptimConfig) -> float:
@@ -91,7 +95,7 @@ def ranges_to_save(ranges: Iterable[FlatRange], replica: tuple[int, int]) -> lis
     """This rank's share of every range to save: ranks with equal shards save nearly equal parts of it.
 
     Args:
-        ranges: of the shard; only replica 0 of a parameter is saved.
+        ranges: param ranges of the shard; only replica 0 of a parameter is saved.
         replica: index and number of the ranks with the same shard.
     """
     index, size = replica
@@ -101,13 +105,6 @@ def ranges_to_save(ranges: Iterable[FlatRange], replica: tuple[int, int]) -> lis
             first, last = full.numel * index // size, full.numel * (index + 1) // size
             parts.append(FlatRange(full.param, full.start + first, full.param_start + first, last - first))
     return parts
-
-
-def range_boxes(name: str, part: FlatRange) -> Iterator[TensorBox]:
-    """A range as boxes of the global tensor `name`, in the order of its elements."""
-    local = part.param
-    for box in flat_range_to_boxes(local.box.shape, start=part.param_start, stop=part.param_start + part.numel):
-        yield TensorBox(name, local.spec.shape, box.shifted(local.box.start))
 
 
 def state_bytes(parts: Iterable[ShardPart], rule: UpdateRule, *, config: OptimConfig, precision: Precision) -> int:
@@ -120,15 +117,6 @@ def state_bytes(parts: Iterable[ShardPart], rule: UpdateRule, *, config: OptimCo
         if not part.on_host
         for dtype in (*others, *map(precision.state_dtype, part.state_names(rule, config)))
     )
-
-
-def _divide(part: ShardPart, *, border: int) -> Iterator[ShardPart]:
-    """The elements of a part before the border, on the host, and those from there on."""
-    edges = [part.start, min(max(border, part.start), part.stop), part.stop]
-    for start, stop, on_host in zip(edges[:-1], edges[1:], (True, False), strict=True):
-        if start < stop:
-            ranges = tuple(clip_ranges(part.ranges, start=start, stop=stop))
-            yield ShardPart(start, stop, ranges, is_matrix=part.is_matrix, on_host=on_host)
 
 
 @dataclass(frozen=True)
@@ -193,7 +181,7 @@ class PartState:
         """Multiply main params by factors per row of the global parameter; returns whether this part has any of them.
 
         Args:
-            factors: by parameter name, [rows].
+            factors: factors by parameter name, [rows].
         """
         scaled = [each for each in self.part.ranges if each.name in factors]
         for start, stop in self.chunks() if scaled else ():
@@ -325,7 +313,7 @@ class BucketState:
         """Main params and state by their names in checkpoints.
 
         Args:
-            ranges: of the parameters.
+            ranges: ranges of the parameters.
             copies: tensors that are stored with scales are yielded as fp32 copies, which are appended here.
             only: a prefix of names ("model"); None for all.
         """
@@ -346,7 +334,7 @@ class BucketState:
 def _boxes(name: str, part: FlatRange, *, flat: Tensor, first: int) -> Iterator[tuple[TensorBox, Tensor]]:
     """A range as boxes of the global tensor, with their views of a flat tensor that begins at element `first`."""
     begin = part.start - first
-    for box in range_boxes(name, part):
+    for box in part.boxes(name):
         yield box, flat[begin : begin + box.box.numel].view(box.box.shape)
         begin += box.box.numel
 
@@ -373,3 +361,38 @@ def _build_part(part: ShardPart, bucket: Bucket, *, precision: Precision, names:
         host = HostBuffers(grad, host_zeros(part.numel, dtype=model_params.dtype, device=device))
         grad = host_zeros(part.numel, dtype=grad.dtype, device=device)
     return PartState(part, main=main, state=state, grad=grad, model_params=model_params, host=host)
+
+
+class WeightAverage:
+    """`--ema-decay`: a moving average of the main params of some parts, stored beside them and saved as "ema/NAME".
+
+        ema = decay * ema + (1 - decay) * main        after every step that was not skipped; fp32, begins as main
+
+    Args:
+        parts: parts with their initial main params.
+        decay: factor per step, at least 0 and below 1; None for no average.
+    """
+
+    def __init__(self, parts: Sequence[PartState], decay: float | None) -> None:
+        self._parts, self._decay = list(parts if decay is not None else ()), decay or 0.0
+        for part in self._parts:
+            device, on_host = part.model_params.device, part.host is not None
+            part.ema = StoredTensor.zeros(part.part.numel, torch.float32, device=device, on_host=on_host)
+        self.restart()
+
+    @torch.no_grad()
+    def update(self, skipped: Tensor) -> None:
+        """Add the main params; `skipped` is a bool scalar on the device, and a skipped step changes nothing."""
+        weight = torch.where(skipped, 0.0, 1.0 - self._decay).float()
+        for part, ema in self._averages():
+            for start, stop in part.chunks():
+                ema[start:stop].lerp_(part.main.read(start, stop), weight.to(ema.device))
+
+    def restart(self) -> None:
+        """Set the average to the main params, for example after loading a checkpoint without an average."""
+        for part, ema in self._averages():
+            for start, stop in part.chunks():
+                ema[start:stop].copy_(part.main.read(start, stop))
+
+    def _averages(self) -> Iterator[tuple[PartState, Tensor]]:
+        yield from ((part, part.ema.values) for part in self._parts if part.ema is not None)

@@ -43,7 +43,7 @@ def split_layers(
     The last stage also computes the head and the loss, so it never gets one of the additional layers.
 
     Args:
-        num_layers: of the model.
+        num_layers: layers of the model.
         num_stages: over all pipeline ranks.
         first: layers of the first pipeline rank, which its virtual stages share evenly; None for an equal split.
         last: the same for the last pipeline rank. The stages of the other ranks share the rest.

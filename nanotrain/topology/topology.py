@@ -159,11 +159,11 @@ def control_levels(rank: int, world_size: int, *, fan_out: int = CONTROL_FAN_OUT
     """
     assert fan_out > 2, "a group of one rank could be left over"
     level: list[int] = list(range(world_size))
-    found: list[Ranks] = []
+    levels: list[Ranks] = []
     while len(level) > 1:
         num_groups = -(-len(level) // fan_out)
         bounds = [index * len(level) // num_groups for index in range(num_groups + 1)]
         groups = [tuple(level[first:last]) for first, last in pairwise(bounds)]
-        found += [group for group in groups if rank in group]
+        levels += [group for group in groups if rank in group]
         level = [group[0] for group in groups]
-    return tuple(found)
+    return tuple(levels)

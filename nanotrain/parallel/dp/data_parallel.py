@@ -63,8 +63,8 @@ class DataParallel:
     """Flat buffers of one module's parameters and gradients, and their collectives.
 
     Args:
-        module: its parameters become views of the buffer; those on the meta device are replaced.
-        layout: from `plan_layout`; its parameters are those of the module that this wrapper takes over.
+        module: module whose parameters become views of the buffer; those on the meta device are replaced.
+        layout: layout from `plan_layout`; its parameters are those of the module that this wrapper takes over.
         groups: the shard and replicate groups.
         options: strategy and overlap.
         precision: dtypes of parameters and gradients.

@@ -74,14 +74,14 @@ class _Weight:
     def parts(self) -> Iterator["WeightPart"]:
         """The elements that this rank updates, per expert."""
         _, rows, columns = self.shape
-        for found in self.bucket.update_ranges:
-            if found.name != self.name:
+        size = rows * columns
+        for part in self.bucket.update_ranges:
+            if part.name != self.name:
                 continue
-            start, stop = found.param_start, found.param_start + found.numel
-            for expert in range(start // (rows * columns), -(-stop // (rows * columns))):
-                first, last = max(start, expert * rows * columns), min(stop, (expert + 1) * rows * columns)
-                elements = slice(found.start + first - start, found.start + last - start)
-                yield WeightPart(expert, first - expert * rows * columns, columns, elements, self.block)
+            for expert in range(part.param_start // size, -(-(part.param_start + part.numel) // size)):
+                origin = part.start - part.param_start + expert * size  # of the expert; it may lie on another rank
+                first, last = max(part.start, origin), min(part.stop, origin + size)
+                yield WeightPart(expert, first - origin, columns, slice(first, last), self.block)
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class WeightPart:
 
     def quantize(self, update: Tensor, target: Tensor, *, inverse: Tensor) -> None:
         """Write these elements in fp8, with the inverse scales [E, R / r, C / c]."""
-        found = quantize(self._matrix(update), self._blocks(inverse), block=self.block, dtype=target.dtype)
-        target[self.elements].copy_(found.values.flatten()[self._before :][: self._numel])
+        quantized = quantize(self._matrix(update), self._blocks(inverse), block=self.block, dtype=target.dtype)
+        target[self.elements].copy_(quantized.values.flatten()[self._before :][: self._numel])
 
     @property
     def _numel(self) -> int:
@@ -133,9 +133,9 @@ class Fp8Weights:
     """The fp8 weights of one wrapper.
 
     Args:
-        module: owns the layers.
-        buckets: of weights only, with fp8 parameter stores.
-        groups: inside the instance and across instances.
+        module: owner of the layers.
+        buckets: buckets of weights only, with fp8 parameter stores.
+        groups: groups inside the instance and across instances.
         amax_groups: further ranks that share a scale: of tensor parallelism, where a tensor has one scale.
     """
 

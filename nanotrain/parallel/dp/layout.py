@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from nanotrain.spec.boxes import TensorBox, flat_range_to_boxes
 from nanotrain.spec.params import LocalParam
 
 PARAM_ALIGNMENT = 64
@@ -86,6 +87,12 @@ class FlatRange:
     def moved(self, offset: int) -> "FlatRange":
         """The same elements in a flat tensor that begins `-offset` elements later."""
         return replace(self, start=self.start + offset)
+
+    def boxes(self, name: str) -> Iterator[TensorBox]:
+        """The elements as boxes of the global tensor `name`, in their order."""
+        local, stop = self.param, self.param_start + self.numel
+        for box in flat_range_to_boxes(local.box.shape, start=self.param_start, stop=stop):
+            yield TensorBox(name, local.spec.shape, box.shifted(local.box.start))
 
 
 def clip_ranges(ranges: Iterable[FlatRange], *, start: int, stop: int) -> Iterator[FlatRange]:

@@ -85,7 +85,7 @@ class OwnMemory:
 
     Args:
         numel: elements of the bucket.
-        shard: of the dtype and on the device of the parameters.
+        shard: tensor of the dtype and on the device of the parameters.
     """
 
     def __init__(self, numel: int, shard: Tensor) -> None:

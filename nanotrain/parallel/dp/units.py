@@ -56,7 +56,7 @@ class GatherOrder:
         units: the buckets that each unit reads, in forward order; two units may read the same bucket.
         num_prefetched: units gathered ahead.
         reshards: free a unit after its forward and gather it again for its backward.
-        blocks: of every bucket, the block of memory that it shares with others; empty where each has its own.
+        blocks: for each bucket, the block of memory that it shares with others; empty where each has its own.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ def traced_units(layout: BufferLayout, *, is_transient: bool, num_blocks: int) -
     the first one would wait for a reduction that the backward of the graph can hide.
 
     Args:
-        layout: of the buffer.
+        layout: layout of the buffer.
         is_transient: whether buckets borrow storage.
         num_blocks: blocks of memory that gathered units use in turn. A weight that a graph has saved is then in the
             same memory as those of other units, which does not identify it.
@@ -230,9 +230,9 @@ class UnitGather:
     """Hooks of the units of one module, which run one after another.
 
     Args:
-        modules: in forward order.
-        stores: of every bucket.
-        order: of the buckets that these modules read.
+        modules: modules in forward order.
+        stores: parameter stores of all buckets.
+        order: order of the buckets that these modules read.
         before_backward: called with the index of a unit when the backward of all later units is complete.
         is_recomputing: whether a forward pass is one that a backward runs again.
     """

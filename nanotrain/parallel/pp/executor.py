@@ -97,11 +97,11 @@ def run_schedule(
     """Run the forwards and backwards of one step.
 
     Args:
-        plan: of this rank.
-        stages: of this rank, by global index.
-        microbatches: on the device; passed to the stages as they are.
+        plan: plan of this rank.
+        stages: stages of this rank, by global index.
+        microbatches: microbatches on the device, passed to the stages as they are.
         grad_scale: factor of the summed loss in what is differentiated; a scalar on the device if it is a tensor.
-        pipeline: the group.
+        pipeline: pp group and shape of the transferred tensors.
 
     Returns:
         The summed loss of all microbatches, detached and not scaled: an fp32 scalar on the device. Zero on ranks

@@ -97,10 +97,10 @@ def simulate(schedule: Schedule, *, costs: Costs = UNIT_COSTS) -> Timeline:
     def ready_at(action: Action, rank: int) -> float | None:
         """When all inputs of an action are on its rank; None while a dependency has not run."""
         ready = 0.0
-        for other in schedule.dependencies_of(action):
-            if (end := ends.get(other)) is None:
+        for needed in schedule.dependencies_of(action):
+            if (end := ends.get(needed)) is None:
                 return None
-            ready = max(ready, end + (costs.transfer if ranks[other.stage] != rank else 0))
+            ready = max(ready, end + (costs.transfer if ranks[needed.stage] != rank else 0))
         return ready
 
     progressed = True

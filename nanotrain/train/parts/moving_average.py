@@ -1,4 +1,4 @@
-"""`--ema-decay`: the moving average of the weights (`optim/ema.py`), after every update."""
+"""`--ema-decay`: the moving average of the weights (`optim/state.py`), after every update."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -9,7 +9,7 @@ from torch import Tensor
 from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.log import get_logger
 from nanotrain.optim.distributed import Update
-from nanotrain.optim.ema import WeightAverage
+from nanotrain.optim.state import WeightAverage
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.parts.part import BuiltModel, StepPart
 
