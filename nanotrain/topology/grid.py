@@ -14,15 +14,11 @@ their cost does not depend on the number of ranks; `groups` lists all of them.
 dp and expert_dp are the world size divided by the other axes. `--use-tp-pp-dp-mapping` swaps dp and pp in both grids.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import lcm, prod
 from typing import Any
-
-import numpy as np
-from einops import rearrange
-from numpy.typing import NDArray
 
 from nanotrain.config.config import ParallelConfig
 from nanotrain.config.option import flag_of
@@ -83,13 +79,9 @@ class Grid:
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Every group of ranks that differ along `axes` only, ascending; each rank is in exactly one."""
-        slowest_first = self.axes[::-1]
-        inside = " ".join(axis for axis in slowest_first if axis in axes)
-        outside = " ".join(axis for axis in slowest_first if axis not in axes)
-        pattern = f"({' '.join(slowest_first)}) -> ({outside}) ({inside})"
-        sizes = dict(zip(self.axes, self.sizes, strict=True))
-        ranks: NDArray[np.int64] = np.arange(self.world_size)
-        return tuple(tuple(group) for group in rearrange(ranks, pattern, **sizes).tolist())
+        others = (axis for axis in self.axes if axis not in axes)
+        offsets = self.members(0, *axes)
+        return tuple(tuple(first + offset for offset in offsets) for first in self.members(0, *others))
 
 
 # the axes that a flag sizes, in the order in which a smaller size is suggested
@@ -120,7 +112,7 @@ def arrange(
         raise TopologyError(f"{world_size} ranks cannot run a job", fix="run on at least 1 rank")
     if not _fits(parallel, world_size):
         raise _misfit(parallel, world_size)
-    dense, expert = _dense_sizes(parallel), _expert_sizes(parallel)
+    dense, expert = _sizes(parallel)
     dense["dp"], expert["expert_dp"] = world_size // prod(dense.values()), world_size // prod(expert.values())
     ranks = {"dp*cp": dense["dp"] * dense["cp"], "expert_dp": expert["expert_dp"]}
     _check_instances(parallel.num_distributed_optimizer_instances, ranks, is_sharded=is_sharded)
@@ -131,20 +123,11 @@ def arrange(
     return _grid(dense, ("tp", "cp", "pp", "dp")), _grid(expert, ("etp", "ep", "pp", "expert_dp"))
 
 
-def _dense_sizes(parallel: ParallelConfig) -> dict[str, int]:
-    return {
-        "tp": parallel.tensor_model_parallel_size,
-        "cp": parallel.context_parallel_size,
-        "pp": parallel.pipeline_model_parallel_size,
-    }
-
-
-def _expert_sizes(parallel: ParallelConfig) -> dict[str, int]:
-    return {
-        "etp": parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
-        "ep": parallel.expert_model_parallel_size,
-        "pp": parallel.pipeline_model_parallel_size,
-    }
+def _sizes(parallel: ParallelConfig) -> tuple[dict[str, int], dict[str, int]]:
+    """The configured sizes of the dense and the expert grid: all but dp."""
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    expert = {"etp": parallel.expert_tensor_parallel_size or tp, "ep": parallel.expert_model_parallel_size, "pp": pp}
+    return {"tp": tp, "cp": parallel.context_parallel_size, "pp": pp}, expert
 
 
 def _grid(sizes: dict[str, int], axes: tuple[str, ...]) -> Grid:
@@ -152,24 +135,19 @@ def _grid(sizes: dict[str, int], axes: tuple[str, ...]) -> Grid:
 
 
 def _fits(parallel: ParallelConfig, world_size: int, **changes: Any) -> bool:
-    parallel = replace(parallel, **changes)
-    return all(world_size % prod(sizes(parallel).values()) == 0 for sizes in (_dense_sizes, _expert_sizes))
+    return all(world_size % prod(sizes.values()) == 0 for sizes in _sizes(replace(parallel, **changes)))
 
 
 def _misfit(parallel: ParallelConfig, world_size: int) -> TopologyError:
     """The error for axes whose product does not divide the world size; the fix is one smaller axis, or other ranks."""
-    dense, expert = _dense_sizes(parallel), _expert_sizes(parallel)
+    dense, expert = _sizes(parallel)
     wrong = dense if world_size % prod(dense.values()) else expert
     current = dense | expert
-    smaller_axes: Iterator[tuple[str, int]] = (
-        (field, smaller)
-        for axis, field in FIELDS.items()
-        for smaller in range(current[axis] - 1, 0, -1)
-        if _fits(parallel, world_size, **{field: smaller})
-    )
-    if wrong is expert and _fits(parallel, world_size, expert_tensor_parallel_size=1):
-        smaller_axes = iter([("expert_tensor_parallel_size", 1)])  # whole experts, the usual layout
-    fixes = [f"set {flag_of(field)} {size}" for field, size in islice(smaller_axes, 1)]
+    candidates = [(field, size) for axis, field in FIELDS.items() for size in range(current[axis] - 1, 0, -1)]
+    if wrong is expert:
+        candidates.insert(0, ("expert_tensor_parallel_size", 1))  # whole experts, the usual layout
+    fitting = (each for each in candidates if _fits(parallel, world_size, **dict([each])))
+    fixes = [f"set {flag_of(field)} {size}" for field, size in islice(fitting, 1)]
     unit = lcm(prod(dense.values()), prod(expert.values()))
     shown = " x ".join(f"{axis}={size}" for axis, size in wrong.items() if size > 1)
     return TopologyError(
