@@ -46,6 +46,16 @@ class Values:
         return getattr(self, name)
 
     @property
+    def scalar_rule(self) -> str:
+        """The update rule of the parameters that Muon leaves, or of all."""
+        return str(self.muon_scalar_optimizer if self.optimizer == "muon" else self.optimizer)
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layer has no experts."""
+        return not all(self.moe_layers)
+
+    @property
     def moe_layers(self) -> tuple[bool, ...]:
         return self.config.model.moe_layers
 

@@ -1,9 +1,12 @@
 """Settings that would do nothing are errors."""
 
+import re
+
 import pytest
 
 from nanotrain.config.config import Config, ShardingStrategy
-from nanotrain.config.rules.unused import UNUSED, reset_unused
+from nanotrain.config.rules.rule import Values
+from nanotrain.config.rules.unused import reset_unused, unused
 from nanotrain.config.schema import ENTRIES, value_of
 from nanotrain.errors import ConfigError, ErrorCollector
 from tests.config.asking import config_of, validate
@@ -23,13 +26,19 @@ def overlapping() -> Config:
     return config_of(overlap_param_gather=True)
 
 
-def test_rules_name_fields_that_exist():
-    for rule in UNUSED:
-        assert all(name in ENTRIES for name in (*rule.fields.split(), *rule.causes.split()))
+def test_rows_name_fields_and_values_that_exist():
+    values = Values(Config())
+    for rule in unused():
+        assert all(name in ENTRIES for name in (*rule.fields, *rule.causes)), rule
+        for term in re.split(" and | or ", rule.where):
+            name, expected = re.fullmatch(r"(\w+) is (?:not )?(.+)", term).groups()
+            kind = type(values[name]) if values[name] is not None else None
+            known = {"true", "false"} if kind is bool else set(ENTRIES[name].choices) if name in ENTRIES else set()
+            assert not known or set(expected.split(", ")) <= known | {"unset"}, rule
 
 
 def test_reasons_are_plain_text_without_values_to_fill_in():
-    assert not [rule.fields for rule in UNUSED if "{" in rule.why + rule.fix]
+    assert not [rule.fields for rule in unused() if "{" in rule.why + rule.fix]
 
 
 def test_a_setting_without_effect_on_the_command_line_is_an_error():
