@@ -33,10 +33,10 @@ from nanotrain.topology.topology import Topology
 from nanotrain.train.build import build_run
 from nanotrain.train.fit import fit
 from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.inputs import open_inputs
 from nanotrain.train.open_run import choose_hooks
 from nanotrain.train.plans.plan import Plan, plan_run
 from nanotrain.train.run import Run, RunInputs
-from nanotrain.train.start.inputs import open_inputs
 from nanotrain.train.step_report import StepReport
 
 

@@ -5,7 +5,7 @@
 
 Every measurement is a process with its children. The model's own work (building it, reading its weights, validation
 before the first step) is measured apart, around the functions that do it; they import nothing
-(tests/system/test_process.py). A command is compared with `import torch` plus that work, once without and once with the
+(tests/test_system.py). A command is compared with `import torch` plus that work, once without and once with the
 end of the process that imports torch, which takes a quarter of its time; times of commands that end inside a process
 exclude its end. The last rows are the wall-clock time between the last line printed and the end of the process.
 """
@@ -66,7 +66,7 @@ def work_of(kind: str) -> tuple[list[tuple[Any, str]], tuple[Any, str]]:
 def probe(kind: str, arguments: Sequence[str]) -> None:
     """Run a command up to its first step or token; print its CPU seconds, and those of the model's own work."""
     from nanotrain.cli.main import main
-    from nanotrain.system.process import importing_torch
+    from nanotrain.system import importing_torch
 
     with importing_torch():
         own, (owner, name) = work_of(kind)

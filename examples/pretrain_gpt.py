@@ -9,7 +9,7 @@ docs/from_megatron.md lists what becomes of each flag; `nanotrain config FLAGS` 
 
 import sys
 
-from nanotrain.system.process import run_program
+from nanotrain.system import run_program
 from nanotrain.train.main import main
 
 if __name__ == "__main__":

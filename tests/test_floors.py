@@ -16,7 +16,7 @@ TRAIN_FLOORS = (
     ("plans",),
     ("parts",),
     ("run",),
-    ("step", "resume", "start"),
+    ("step", "resume", "inputs", "checks"),
     ("build", "step_report"),
     ("hooks",),
     ("evaluate", "fit"),
@@ -47,18 +47,18 @@ RESERVED = {
     "torch.cuda": ("nanotrain/comm/device.py",),
     "os.environ": (
         "nanotrain/train/main.py",
-        "nanotrain/system/",
+        "nanotrain/system.py",
         "nanotrain/cli/",
         "nanotrain/config/compose.py",
         "nanotrain/comm/",
         "nanotrain/launch/",
-        "nanotrain/parity/local_world.py",
+        "nanotrain/parity/check.py",
     ),
     "hydra": ("nanotrain/config/",),
 }
 NO_TORCH = (
     *("nanotrain/__init__.py", "nanotrain/cli/", "nanotrain/config/", "nanotrain/topology/", "nanotrain/spec/"),
-    *("nanotrain/errors.py", "nanotrain/log.py", "nanotrain/system/", "nanotrain/untrusted.py"),
+    *("nanotrain/errors.py", "nanotrain/log.py", "nanotrain/system.py", "nanotrain/untrusted.py"),
 )
 ALIASES = {"os.getenv": "os.environ", "os.environb": "os.environ", "os.putenv": "os.environ"}
 

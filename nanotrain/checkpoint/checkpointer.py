@@ -41,7 +41,7 @@ from nanotrain.comm.group import Group
 from nanotrain.comm.work import CommunicationFault
 from nanotrain.precision.dtypes import DTYPE_NAMES
 from nanotrain.spec.boxes import TensorBox
-from nanotrain.system.process import without_collection
+from nanotrain.system import without_collection
 
 Tensors = Mapping[TensorBox, torch.Tensor]
 TargetFilter = Callable[[Manifest, Tensors], Tensors]

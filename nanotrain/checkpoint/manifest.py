@@ -24,7 +24,7 @@ from nanotrain.config.schema import with_current_keys
 from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.spec.boxes import Box
-from nanotrain.system.process import without_collection
+from nanotrain.system import without_collection
 from nanotrain.untrusted import list_of, object_of, parse_json, plain_file_name, shown, text_of, whole_number
 
 FORMAT = "nanotrain-checkpoint"

@@ -22,7 +22,7 @@ from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, TensorEntry
 from nanotrain.checkpoint.plan import split_box
 from nanotrain.precision.dtypes import DTYPE_NAMES, SAFETENSORS_NAMES
 from nanotrain.spec.boxes import Box, TensorBox
-from nanotrain.system.host import cores_per_rank
+from nanotrain.system import cores_per_rank
 
 try:  # both give the same number and release the GIL; ISA-L 64 GB/s in the cache and 30 in memory, zlib 4.4 (measured)
     from isal.isal_zlib import crc32 as crc32

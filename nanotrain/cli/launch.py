@@ -17,7 +17,7 @@ from nanotrain.config.schema import ENTRIES, value_of
 from nanotrain.config.suggest import by_spelling
 from nanotrain.config.validate import OPEN_NAMES, validate_for_world
 from nanotrain.errors import ConfigError
-from nanotrain.system.process import importing_torch
+from nanotrain.system import importing_torch
 
 # The options of torchrun that are accepted; each takes a value, except those in SWITCHES.
 OPTIONS = (

@@ -35,7 +35,7 @@ from nanotrain.config.load import load_line, reply, to_yaml
 from nanotrain.config.schema import check_choice
 from nanotrain.config.validate import check_data_parallel_size
 from nanotrain.errors import EXIT_CODE, INTERRUPTED, ConfigError, NanotrainError, report
-from nanotrain.system.process import require_folders, run_program
+from nanotrain.system import require_folders, run_program
 
 CONFIG_FLAGS = "any configuration flag may follow, for example --tensor-model-parallel-size 2"
 

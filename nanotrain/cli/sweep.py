@@ -27,7 +27,7 @@ from nanotrain.config.load import Loaded, load_line
 from nanotrain.config.schema import nest, to_dict
 from nanotrain.config.validate import validate_for_world
 from nanotrain.errors import ConfigError, NanotrainError
-from nanotrain.system.process import handling_signals
+from nanotrain.system import handling_signals
 
 MAX_TRIALS = 1000
 MAX_NAME = 200  # bytes of a folder name; file systems take 255

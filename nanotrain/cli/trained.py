@@ -20,7 +20,7 @@ from nanotrain.config.load import Loaded, load_line
 from nanotrain.config.validate import check_layout, validate_for_world
 from nanotrain.errors import ConfigError, EnvironmentFault, TopologyError
 from nanotrain.quantities import count_of
-from nanotrain.system.process import importing_torch
+from nanotrain.system import importing_torch
 
 # Settings that may differ from those of the training run; all others are the model's.
 EVALUATED = ("data.seq_length", "train.micro_batch_size", "train.device", "precision.params_dtype")

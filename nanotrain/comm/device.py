@@ -25,7 +25,7 @@ from torch import Tensor
 
 from nanotrain.errors import EnvironmentFault
 from nanotrain.quantities import count_of
-from nanotrain.system.host import available_memory
+from nanotrain.system import available_memory
 
 # torch's allocator reads it at the first CUDA tensor. Expandable segments leave fewer gaps between tensors of varying
 # sizes, such as those of batches and experts.

@@ -29,8 +29,7 @@ from nanotrain.comm.device import memory_per_rank
 from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.quantities import count_of, describe_bytes
 from nanotrain.runs.open_files import require_open_files
-from nanotrain.system.host import usable_cores
-from nanotrain.system.process import STOPPED, handling_signals
+from nanotrain.system import STOPPED, handling_signals, usable_cores
 
 TORCH_SIGNALS = "SIGQUIT"  # torch ends the ranks
 BYTES_PER_PROCESS = 150_000_000  # measured: 160 MB are private to a process that has imported torch

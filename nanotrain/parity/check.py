@@ -11,21 +11,35 @@
 Gradient differences are relative to the largest element of the parameter's gradient on one rank, or to `NOISE_FLOOR`
 of the median over parameters where that is larger: a gradient that is zero by construction (a key bias shifts all
 scores alike) consists of rounding errors only. Weight differences are relative to the learning rate.
+
+`run_local_ranks` runs a function on every rank of a new world of CPU processes with one thread each, without torchrun.
+The first rank that fails ends all others, and its error is raised in the caller.
 """
 
-from collections.abc import Mapping, Sequence
+import logging
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from itertools import accumulate, chain, islice, pairwise, repeat
 from math import inf
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
+from nanotrain.comm.collectives import barrier
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.batch_schedule import batch_schedule, batch_sizes
 from nanotrain.config.config import Config
@@ -33,20 +47,24 @@ from nanotrain.config.load import Loaded
 from nanotrain.config.validate import check_layout, check_model, validate_for_world
 from nanotrain.data.batch import Sample
 from nanotrain.data.build import DatasetSplits
+from nanotrain.errors import EnvironmentFault, NanotrainError
+from nanotrain.log import start_logging
 from nanotrain.parallel.dp.data_parallel import DataParallel
-from nanotrain.parity.local_world import run_ranks
 from nanotrain.parity.report import ParityReport, StepDifference, TensorDifference, relative
 from nanotrain.parity.shrink import left_out, on_one_rank, shrink
 from nanotrain.runs.folder import RunFolder
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.topology.topology import Topology
 from nanotrain.train.build import build_run
+from nanotrain.train.inputs import with_checkpoint_model, with_pretrained_model
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import Run, RunInputs
-from nanotrain.train.start.inputs import with_checkpoint_model, with_pretrained_model
 from nanotrain.train.step import train_step
 
 NOISE_FLOOR = 0.01
+# A rank that lost its peer fails this much later, so that the failure of the peer is found first.
+SECOND_FAILURE_S = 1.0
+REFUSED = 2  # exit code of a rank that has written its error
 Tensors = dict[TensorBox, Tensor]
 
 
@@ -126,8 +144,8 @@ def check_parity(loaded: Loaded, world_size: int, *, num_steps: int, tolerance: 
     check_model(small)
     check_layout(small)
     single = on_one_rank(small)
-    (reference,) = run_ranks(Topology.of(single.parallel, 1), record_steps, arguments=[single])
-    records = run_ranks(topology, record_steps, arguments=[small])
+    (reference,) = run_local_ranks(Topology.of(single.parallel, 1), record_steps, arguments=[single])
+    records = run_local_ranks(topology, record_steps, arguments=[small])
     report = compare(reference, records, config=small, tolerance=tolerance)
     return replace(report, left_out=left_out(config))
 
@@ -272,3 +290,77 @@ def _are_read_once(records: Sequence[Record], config: Config) -> bool:
     sizes = repeat(config.train.global_batch_size or 0) if schedule is None else batch_sizes(schedule)
     ends = list(accumulate(islice(sizes, len(batches)), initial=0))
     return batches == [list(range(first, end)) for first, end in pairwise(ends)]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What every rank runs."""
+
+    topology: Topology
+    folder: Path  # of the rendezvous, and of one file per rank: its result or its error
+    timeout_s: float
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+def run_local_ranks(
+    topology: Topology, function: Callable[..., Any], *, arguments: Sequence[Any] = (), timeout_s: float = 300.0
+) -> list[Any]:
+    """Call `function(context, *arguments)` on every rank of a new world of local CPU processes.
+
+    Args:
+        topology: topology of the world.
+        function: a module-level function; its arguments and results must be picklable.
+        arguments: arguments of every rank.
+        timeout_s: how long a collective waits for a slow or lost rank.
+
+    Returns:
+        The results, by rank.
+
+    Raises:
+        NanotrainError: the error of the first failing rank.
+        EnvironmentFault: a rank died.
+        RuntimeError: another error of a rank; its traceback is the message.
+    """
+    os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host name may not resolve
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", function.__module__])
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # names each rank that it ends
+    with TemporaryDirectory(prefix="nanotrain-ranks-") as folder:
+        task = _Task(topology, Path(folder), timeout_s, function, tuple(arguments))
+        try:
+            start_processes(_run_rank, (task,), topology.world_size, daemon=True, start_method="forkserver")
+        except ProcessRaisedException as error:
+            raise RuntimeError(f"rank {error.error_index}: {str(error).partition(':')[2].strip()}") from None
+        except ProcessExitedException as error:
+            if error.exit_code == REFUSED:
+                raise _read(task, error.error_index) from None
+            why, fix = "usually the machine ran out of memory", "run on fewer ranks or free memory"
+            raise EnvironmentFault(f"rank {error.error_index} died", why=why, fix=fix) from None
+        return [_read(task, rank) for rank in range(topology.world_size)]
+
+
+def _read(task: _Task, rank: int) -> Any:
+    """What a rank has written."""
+    return pickle.loads((task.folder / str(rank)).read_bytes())
+
+
+def _run_rank(rank: int, task: _Task) -> None:
+    """Run one rank in this process, write its result or its error, and exit."""
+    torch.set_num_threads(1)
+    start_logging(is_first=rank == 0, level=logging.ERROR)
+    try:
+        size, timeout = task.topology.world_size, timedelta(seconds=task.timeout_s)
+        if size > 1:
+            url = f"file://{task.folder / 'rendezvous'}"
+            dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size, timeout=timeout)
+        context = ParallelContext.attach(task.topology, timeout_s=task.timeout_s)
+        result, code = task.function(context, *task.arguments), 0
+        barrier(context.control)  # no rank exits while another one still reads from it
+    except NanotrainError as error:
+        result, code = error, REFUSED
+        if isinstance(error, EnvironmentFault):
+            time.sleep(SECOND_FAILURE_S)
+    (task.folder / str(rank)).write_bytes(pickle.dumps(result))
+    os._exit(code)  # skip the teardown of the interpreter and of gloo, which takes longer than most checks

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nanotrain.data.token_format import prefix_of
 from nanotrain.errors import DataError
-from nanotrain.system.host import usable_cores
+from nanotrain.system import usable_cores
 
 _BPE = "bpe:"
 # Flags of Megatron-LM's `tools/preprocess_data.py`, with what to write here.

@@ -29,8 +29,7 @@ from nanotrain.errors import INTERRUPTED, EnvironmentFault, LocalFault, Nanotrai
 from nanotrain.log import get_logger, start_logging
 from nanotrain.runs.folder import RunFolder
 from nanotrain.runs.lock import lock_run
-from nanotrain.system.host import core_limit, usable_cores
-from nanotrain.system.process import importing_torch, outlive_output
+from nanotrain.system import core_limit, importing_torch, outlive_output, usable_cores
 
 if TYPE_CHECKING:
     from nanotrain.report.history import RunHistory
@@ -96,12 +95,12 @@ def train(loaded: Loaded) -> None:
     _prepare_environment()
     with importing_torch():
         from nanotrain.comm.parallel_context import Launch, ParallelContext
+        from nanotrain.train.checks import Start, check
         from nanotrain.train.fit import fit
+        from nanotrain.train.inputs import open_inputs
         from nanotrain.train.open_run import open_run
         from nanotrain.train.plans.memory_plan import require_memory
         from nanotrain.train.plans.plan import plan_run
-        from nanotrain.train.start.checks import Start, check
-        from nanotrain.train.start.inputs import open_inputs
 
     launch = Launch.of(os.environ)
     is_first = launch.rank == 0

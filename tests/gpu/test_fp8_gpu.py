@@ -12,7 +12,7 @@ from nanotrain.kernels.fp8.products import Fp8Linears
 from nanotrain.kernels.grouped import GroupedOptions, grouped_linear
 from nanotrain.kernels.linear import Linear
 from nanotrain.precision.fp8 import FP8_FORMATS, GROUPED_CAPABILITY, RECIPES
-from nanotrain.train.start.checks import require_fp8
+from nanotrain.train.checks import require_fp8
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -22,7 +22,7 @@ from nanotrain.launch.start_ranks import (
     passing_signals_on,
     read_options,
 )
-from nanotrain.system.process import STOPPED
+from nanotrain.system import STOPPED
 from tests.harness import HANG_S
 
 NAMES = ("OMP_NUM_THREADS", "LOGLEVEL", "TORCHELASTIC_SIGNALS_TO_HANDLE", STOPPED)
@@ -215,7 +215,7 @@ def test_a_signal_before_the_ranks_start_ends_the_launcher():
 
 def test_ranks_that_a_stop_ended_are_not_started_again(start, tmp_path):
     program = "life = os.environ['TORCHELASTIC_RESTART_COUNT']\nPath(sys.argv[1], f'starts {life}').touch()\n"
-    program += "from nanotrain.system.process import run_program\n"
+    program += "from nanotrain.system import run_program\n"
     program += "def main():\n    Path(sys.argv[1], f'trains {life}').touch()\n"
     program += "    os.kill(os.getppid(), signal.SIGTERM)\n    time.sleep(300)\nrun_program(main)"
     assert start(program, "--max-restarts=1") == 128 + signal.SIGTERM

@@ -34,9 +34,9 @@ from nanotrain.config.load import Loaded, load
 from nanotrain.config.validate import validate_for_world
 from nanotrain.train import main as entry
 from nanotrain.train.fit import fit
+from nanotrain.train.inputs import open_inputs
 from nanotrain.train.open_run import open_run
 from nanotrain.train.plans.plan import plan_run
-from nanotrain.train.start.inputs import open_inputs
 from tests.harness import HANG_S, ROOT, forkserver
 from tests.laws.megatron_file import write_tokens
 

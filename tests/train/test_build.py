@@ -6,8 +6,8 @@ import torch
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
 from nanotrain.train.build import build_run, build_stages
+from nanotrain.train.inputs import open_inputs
 from nanotrain.train.plans.plan import plan_run
-from nanotrain.train.start.inputs import open_inputs
 from tests.harness import ranks
 from tests.laws.worlds import Case, build_here
 from tests.train.small_run import arguments, small_run

@@ -13,11 +13,11 @@ from nanotrain.errors import LocalFault
 from nanotrain.train import fit as fit_module
 from nanotrain.train import main as entry
 from nanotrain.train.evaluate import EvaluateHook
+from nanotrain.train.inputs import open_inputs
 from nanotrain.train.open_run import choose_hooks, explaining_memory_errors, header, open_run
 from nanotrain.train.plans.plan import plan_run
-from nanotrain.train.start.inputs import open_inputs
 from tests.train.small_run import SEQ_LENGTH, arguments, metrics_of, train
-from tests.train.start.test_inputs import write_corpus
+from tests.train.test_inputs import write_corpus
 
 
 def names_of(*more: str) -> list[str]:

@@ -10,7 +10,7 @@ from tests.laws.command_line import arguments, assert_same_to_the_bit, run_comma
 # What nanotrain.train is, but rank 1 kills itself in its first life, at the beginning of step 6.
 MORTAL = """
 import os, signal
-from nanotrain.system.process import run_program
+from nanotrain.system import run_program
 from nanotrain.train import main as entry
 from nanotrain.train import fit as trainer
 train_step = trainer.train_step

@@ -15,9 +15,9 @@ from nanotrain.train.build import build_run
 from nanotrain.train.evaluate import validate
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.inputs import open_inputs
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import Run
-from nanotrain.train.start.inputs import open_inputs
 from tests.harness import HANG_S, run_ranks
 from tests.train.small_run import Spy, arguments, small_run, train
 

@@ -7,8 +7,8 @@ from nanotrain.comm.parallel_context import Launch
 from nanotrain.config.config import Fp8Config, Fp8Format
 from nanotrain.config.load import load
 from nanotrain.errors import ConfigError, EnvironmentFault
-from nanotrain.train.start import checks
-from nanotrain.train.start.checks import CHECKS, Start, check, check_prometheus, require_fp8
+from nanotrain.train import checks
+from nanotrain.train.checks import CHECKS, Start, check, check_prometheus, require_fp8
 from tests.train.small_run import SIZES
 
 

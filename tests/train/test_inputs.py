@@ -20,11 +20,11 @@ from nanotrain.config.rules.unused import reset_unused
 from nanotrain.errors import CheckpointError, ConfigError, DataError, EnvironmentFault, ErrorCollector
 from nanotrain.prepare.quickstart import QuickStart
 from nanotrain.prepare.token_writer import TokenWriter
+from nanotrain.train import inputs as inputs_module
 from nanotrain.train.hooks.checkpoint import CheckpointHook
+from nanotrain.train.inputs import _file_lock, open_inputs
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import RunInputs
-from nanotrain.train.start import inputs as inputs_module
-from nanotrain.train.start.inputs import _file_lock, open_inputs
 from tests.config.asking import config_of
 from tests.train.small_run import QUIET, SEQ_LENGTH, inputs_of, small_run, train
 
@@ -248,7 +248,7 @@ def test_the_checkpoint_overrules_the_command_line_and_says_so(saved, tmp_path, 
         "64",
         "--disable-bias-linear",
     ]
-    with caplog.at_level(logging.INFO, logger="nanotrain.train.start.inputs"):
+    with caplog.at_level(logging.INFO, logger="nanotrain.train.inputs"):
         config, _ = opened("--load", str(folder), "--run-dir", str(tmp_path / "run"), *line)
     assert config.model == replace(model, make_vocab_size_divisible_by=64)
     assert "--hidden-size is the checkpoint's 32, not 64" in caplog.text

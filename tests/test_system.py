@@ -1,4 +1,4 @@
-"""A process from its start to its end: what it imports, without garbage collection, its exit code, its launcher."""
+"""A process from its start to its end, and its host: imports, output, exit code, launcher; cores and memory."""
 
 import errno
 import fcntl
@@ -16,10 +16,10 @@ from types import ModuleType
 
 import pytest
 
+from nanotrain import system
 from nanotrain.cli import main as cli
 from nanotrain.errors import EnvironmentFault
-from nanotrain.system import process
-from nanotrain.system.process import (
+from nanotrain.system import (
     end_without_collection,
     guard_output,
     importing_torch,
@@ -139,14 +139,14 @@ def test_one_of_several_ranks_ends_at_once_after_an_error(monkeypatch, capfd, wo
         codes.append(code)
         raise SystemExit(code)
 
-    monkeypatch.setattr(process.os, "_exit", end_at_once)
-    monkeypatch.setattr(process, "end_without_collection", lambda: None)
-    monkeypatch.setattr(process, "guard_output", lambda: None)
+    monkeypatch.setattr(system.os, "_exit", end_at_once)
+    monkeypatch.setattr(system, "end_without_collection", lambda: None)
+    monkeypatch.setattr(system, "guard_output", lambda: None)
     monkeypatch.setenv("WORLD_SIZE", world_size)
     before = signal.getsignal(signal.SIGUSR1)
     for run, code in ((lambda: 2, 2), (lambda: 1 / 0, 1)):
         with pytest.raises(SystemExit, match=str(code)):
-            process.run_program(run)
+            system.run_program(run)
     signal.signal(signal.SIGUSR1, before)
     assert codes == ([2, 1] if ends_at_once else [])
     assert "ZeroDivisionError" in capfd.readouterr().err
@@ -154,7 +154,7 @@ def test_one_of_several_ranks_ends_at_once_after_an_error(monkeypatch, capfd, wo
 
 RANK = """
 import os, sys, time
-from nanotrain.system.process import end_with_launcher
+from nanotrain.system import end_with_launcher
 end_with_launcher({"TORCHELASTIC_RUN_ID": "1"} if sys.argv[1] != "shell" else {})
 print(os.getpid(), flush=True)
 time.sleep(60)
@@ -188,7 +188,7 @@ def test_a_killed_launcher_leaves_no_rank(by, survives):
             os.kill(rank, signal.SIGKILL)
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def test_a_training_goes_on_after_its_terminal_has_hung_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def test_a_training_goes_on_after_its_terminal_has_hung_up(monkeypatch: pytest.M
 
 def _run(code: str, redirection: str) -> subprocess.CompletedProcess[str]:
     """Run Python with guarded output, through a shell's redirection."""
-    code = f"from nanotrain.system.process import guard_output, outlive_output\nguard_output()\n{code}"
+    code = f"from nanotrain.system import guard_output, outlive_output\nguard_output()\n{code}"
     command = ["bash", "-c", f'set -o pipefail; "{sys.executable}" -c "$0" {redirection}', code]
     return subprocess.run(command, check=False, capture_output=True, text=True)
 
@@ -218,7 +218,7 @@ NOTE = "outlive_output('it goes on')\n"
 
 
 def test_output_that_is_needed_is_one_error_on_a_full_disk() -> None:
-    code = "from nanotrain.cli.main import main\nfrom nanotrain.system.process import run_program\n"
+    code = "from nanotrain.cli.main import main\nfrom nanotrain.system import run_program\n"
     done = _run(f"{code}run_program(lambda: main(['--help']))", "> /dev/full")
     reason = "No space left on device; free space, or send the output elsewhere"
     assert (done.returncode, done.stderr) == (2, f"error: standard output cannot be written: {reason}\n")
@@ -235,7 +235,7 @@ def test_a_training_goes_on_without_its_output_and_says_so_once(redirection: str
 
 @pytest.mark.parametrize(("unbuffered", "printed"), [("1", ["first"]), ("", [])])
 def test_what_is_printed_appears_at_once_where_python_is_unbuffered(unbuffered: str, printed: list[str]) -> None:
-    code = "import os\nfrom nanotrain.system.process import guard_output\nguard_output()\nprint('first')\nos._exit(0)"
+    code = "import os\nfrom nanotrain.system import guard_output\nguard_output()\nprint('first')\nos._exit(0)"
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
     assert done.stdout.split() == printed
@@ -267,7 +267,7 @@ def test_a_full_pipe_that_does_not_block_gets_everything(monkeypatch: pytest.Mon
 
 
 def test_a_program_that_trains_by_a_function_goes_on_without_its_output() -> None:
-    code = "import sys\nfrom nanotrain.system.process import outlive_output\noutlive_output('it goes on')\n" + LINES
+    code = "import sys\nfrom nanotrain.system import outlive_output\noutlive_output('it goes on')\n" + LINES
     command = ["bash", "-c", f'set -o pipefail; "{sys.executable}" -c "$0" | true', code]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "standard output cannot be written: Broken pipe; it goes on\n")
@@ -284,3 +284,88 @@ def test_a_run_ends_and_saves_where_the_disk_of_its_output_is_full(tmp_path: Pat
     assert done.stderr.count("No space left on device; training goes on, its steps are in metrics.jsonl") == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+MEMORY = "MemTotal:       9000000 kB\nMemFree:         1000 kB\nMemAvailable:    8000000 kB\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Write files below /, in the test's folder; the machine has 8 cores and 8.192 GB available."""
+    monkeypatch.setattr(system, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(system, "CONTROL_GROUPS", tmp_path / "sys/fs/cgroup")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+
+    def write(files: dict[str, str]) -> None:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+
+    write({"proc/meminfo": MEMORY})
+    return write
+
+
+def test_without_control_groups_the_machine_counts(write) -> None:
+    assert (system.usable_cores(), system.core_limit(), system.available_memory()) == (8, None, 8_192_000_000)
+
+
+def test_nothing_is_known_without_proc(write, tmp_path: Path) -> None:
+    (tmp_path / "proc" / "meminfo").unlink()
+    assert system.available_memory() is None
+
+
+@pytest.mark.parametrize(
+    ("cpu", "cores"),
+    [("max 100000", 8), ("200000 100000", 2), ("150000 100000", 2), ("5000 100000", 1), ("6400000 100000", 8)],
+)
+def test_cores_of_version_2(write, cpu: str, cores: int) -> None:
+    write({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{cpu}\n"})
+    assert system.usable_cores() == cores
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("-1", 8), ("300000", 3), ("250000", 3)])
+def test_cores_of_version_1(write, quota: str, cores: int) -> None:
+    group = "sys/fs/cgroup/cpu/"  # in a container that of the host's path is the root
+    write({"proc/self/cgroup": "4:cpu,cpuacct:/docker/a\n3:memory:/docker/a\n0::/\n"})
+    write({f"{group}cpu.cfs_quota_us": f"{quota}\n", f"{group}cpu.cfs_period_us": "100000\n"})
+    assert system.usable_cores() == cores
+
+
+def test_memory_of_version_2_is_that_of_the_tightest_group_above(write) -> None:
+    group = "sys/fs/cgroup/"
+    write({"proc/self/cgroup": "0::/pod/container\n"})
+    write({f"{group}pod/container/memory.max": "max\n", f"{group}pod/container/memory.current": "70\n"})
+    assert system.available_memory() == 8_192_000_000
+    write({f"{group}pod/memory.max": "4000\n", f"{group}pod/memory.current": "1000\n"})
+    assert system.available_memory() == 3000
+    write({f"{group}pod/memory.stat": "anon 1\ninactive_file 600\nactive_file 5\n"})
+    assert system.available_memory() == 3600
+    write({f"{group}pod/memory.current": "9000\n"})
+    assert system.available_memory() == 0
+
+
+def test_memory_of_version_1(write) -> None:
+    group = "sys/fs/cgroup/memory/a/"
+    write({"proc/self/cgroup": "4:cpu:/\n3:memory:/a\n"})
+    write({f"{group}memory.limit_in_bytes": "9223372036854771712\n", f"{group}memory.usage_in_bytes": "500\n"})
+    assert system.available_memory() == 8_192_000_000
+    write({f"{group}memory.limit_in_bytes": "4000\n"})
+    write({f"{group}memory.stat": "inactive_file 7\ntotal_inactive_file 20\n"})
+    assert system.available_memory() == 3520
+
+
+def test_this_machine_has_both() -> None:
+    assert 1 <= system.usable_cores() <= (os.cpu_count() or 1) and (system.available_memory() or 1) > 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"), [(None, 8), ("1", 8), ("3", 2), ("8", 1), ("64", 1), ("0", 8), ("x", 8), ("", 8)]
+)
+def test_the_ranks_of_a_machine_share_its_cores(
+    ranks: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(system, "usable_cores", lambda: 8)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert system.cores_per_rank() == expected
