@@ -17,6 +17,7 @@ from nanotrain.cli.launch import check_names, launch, split_arguments
 from nanotrain.cli.parser import (
     Command,
     CommandParser,
+    argument,
     count,
     png_file,
     port,
@@ -37,6 +38,7 @@ from nanotrain.config.validate import check_data_parallel_size
 from nanotrain.errors import EXIT_CODE, INTERRUPTED, ConfigError, NanotrainError, report
 from nanotrain.system import require_folders, run_program
 
+RUNS = argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder; several are compared")
 CONFIG_FLAGS = "any configuration flag may follow, for example --tensor-model-parallel-size 2"
 
 # bash divides words at `=`, so in `+config=ti` the current word is `ti`.
@@ -83,14 +85,17 @@ def prepare(argv: Sequence[str]) -> int:
 
 def parity(argv: Sequence[str]) -> int:
     """Compare the training of a parallel layout with one rank: a shrunk model, on CPU processes of this machine."""
-    parser = CommandParser("parity", parity, epilog=CONFIG_FLAGS)
     ranks_help = "number of ranks, one process per rank"
-    parser.add_argument("--world-size", type=processes, metavar="N", required=True, help=ranks_help)
-    parser.add_argument("--steps", type=count, default=3, metavar="K", help="optimizer steps (default: 3)")
     tolerance_help = "largest relative difference; ten times that for gradients (default: 1e-5)"
-    parser.add_argument("--tolerance", type=positive, default=1e-5, metavar="T", help=tolerance_help)
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    args, rest = parser.parse_known_args(argv)
+    args, rest = CommandParser(
+        "parity",
+        parity,
+        argument("--world-size", type=processes, metavar="N", required=True, help=ranks_help),
+        argument("--steps", type=count, default=3, metavar="K", help="optimizer steps (default: 3)"),
+        argument("--tolerance", type=positive, default=1e-5, metavar="T", help=tolerance_help),
+        argument("--json", action="store_true", help="print the report as JSON"),
+        epilog=CONFIG_FLAGS,
+    ).parse_known_args(argv)
     loaded = load_line(parse(rest))
     from nanotrain.parity.check import check_parity
 
@@ -150,29 +155,25 @@ def checkpoint(argv: Sequence[str]) -> int:
 
 def write_report(argv: Sequence[str]) -> int:
     """Write an HTML report of one or several runs: curves, settings, memory, checkpoints, samples."""
-    parser = CommandParser("report", write_report)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder; several are compared")
     output_help = "the HTML file (default: report.html in the first run folder)"
-    parser.add_argument("--output", type=Path, metavar="FILE", help=output_help)
-    args = parser.parse_args(argv)
+    output = argument("--output", type=Path, metavar="FILE", help=output_help)
+    args = CommandParser("report", write_report, RUNS, output).parse_args(argv)
     from nanotrain.report.history import RunHistory
     from nanotrain.report.page import require_html
     from nanotrain.report.page import write_report as write
 
-    output = args.output or args.runs[0] / "report.html"
+    page = args.output or args.runs[0] / "report.html"
     read = [RunHistory.read(folder) for folder in args.runs]
-    require_html(output)
-    write(read, output, fix="choose another file with --output")
-    print(output)
+    require_html(page)
+    write(read, page, fix="choose another file with --output")
+    print(page)
     return 0
 
 
 def watch(argv: Sequence[str]) -> int:
     """Serve the report of runs on this machine; reload the page for the newest steps."""
-    parser = CommandParser("watch", watch)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder; several are compared")
-    parser.add_argument("--port", type=port, default=6007, metavar="P", help="port; 0 chooses one (default: 6007)")
-    args = parser.parse_args(argv)
+    at = argument("--port", type=port, default=6007, metavar="P", help="port; 0 chooses one (default: 6007)")
+    args = CommandParser("watch", watch, RUNS, at).parse_args(argv)
     from nanotrain.report.page import LOCALHOST, open_server
 
     with open_server(args.runs, args.port) as server:
@@ -184,11 +185,9 @@ def watch(argv: Sequence[str]) -> int:
 
 def runs(argv: Sequence[str]) -> int:
     """List the runs in a folder: state, step, loss, tokens per second, last change, size."""
-    parser = CommandParser("runs", runs)
-    parser.add_argument(
-        "folder", type=Path, nargs="?", default=Path("runs"), help="folder of run folders (default: runs)"
-    )
-    args = parser.parse_args(argv)
+    folder_help = "folder of run folders (default: runs)"
+    folder = argument("folder", type=Path, nargs="?", default=Path("runs"), help=folder_help)
+    args = CommandParser("runs", runs, folder).parse_args(argv)
     if not args.folder.is_dir():
         raise ConfigError(f"there is no folder {args.folder}", why="it should hold run folders", fix="name another")
     from nanotrain.report.history import find_runs
@@ -200,8 +199,7 @@ def runs(argv: Sequence[str]) -> int:
 
 def compare(argv: Sequence[str]) -> int:
     """Compare runs in the terminal: results, the settings that differ, losses at common steps."""
-    parser = CommandParser("compare", compare)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
+    parser = CommandParser("compare", compare, argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder"))
     args = parser.parse_args(argv)
     if len(args.runs) < 2:
         parser.error("name at least two run folders")
@@ -214,14 +212,16 @@ def compare(argv: Sequence[str]) -> int:
 
 def timeline(argv: Sequence[str]) -> int:
     """Draw a profiled step: compute, communication and copies of every rank, and what overlaps."""
-    parser = CommandParser("timeline", timeline)
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run that was trained with --profile")
-    parser.add_argument("--step", type=count, metavar="N", help="a profiled step (default: the last one)")
     ranks_help = "ranks to draw, as 0,1,8 (default: the first 8)"
-    parser.add_argument("--ranks", type=whole_numbers, default=(), metavar="LIST", help=ranks_help)
     png_help = "the picture (default: profile/timeline.png in the run folder)"
-    parser.add_argument("--png", type=png_file, metavar="FILE", help=png_help)
-    args = parser.parse_args(argv)
+    args = CommandParser(
+        "timeline",
+        timeline,
+        argument("run", type=Path, metavar="RUN", help="folder of a run that was trained with --profile"),
+        argument("--step", type=count, metavar="N", help="a profiled step (default: the last one)"),
+        argument("--ranks", type=whole_numbers, default=(), metavar="LIST", help=ranks_help),
+        argument("--png", type=png_file, metavar="FILE", help=png_help),
+    ).parse_args(argv)
     from nanotrain.report.terminal import print_timeline, terminal
     from nanotrain.report.timeline import read_timeline, save, save_png
 
@@ -250,9 +250,8 @@ def config(argv: Sequence[str]) -> int:
 
 def completion(argv: Sequence[str]) -> int:
     """Print the completion script of bash or zsh: source <(nanotrain completion bash)."""
-    parser = CommandParser("completion", completion)
-    parser.add_argument("shell", choices=("bash", "zsh"), help="the shell that reads the script")
-    shell = parser.parse_args(argv).shell
+    shells = argument("shell", choices=("bash", "zsh"), help="the shell that reads the script")
+    shell = CommandParser("completion", completion, shells).parse_args(argv).shell
     from nanotrain.config.compose import config_dir, names_in  # Hydra takes 0.2 s
 
     if shell == "zsh":

@@ -23,13 +23,19 @@ OF_FOLDER = dict.fromkeys(
 Command = Callable[[Sequence[str]], int]
 
 
+def argument(*names: str, **options: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """An argument of a `CommandParser`, declared as for `argparse.ArgumentParser.add_argument`."""
+    return names, options
+
+
 class CommandParser(argparse.ArgumentParser):
     """A parser without abbreviations that raises ConfigError; the function's docstring is the description.
 
     Args:
-        command: the name of the command.
+        command: name of the command.
         function: what it runs.
-        epilog: the last sentence of its help.
+        arguments: its arguments, each from `argument`.
+        epilog: last sentence of its help.
         elsewhere: flags that the same thing has in other programs, with what to write here.
     """
 
@@ -37,12 +43,14 @@ class CommandParser(argparse.ArgumentParser):
         self,
         command: str,
         function: Callable[..., int],
-        *,
+        *arguments: tuple[tuple[str, ...], dict[str, Any]],
         epilog: str | None = None,
         elsewhere: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(prog=f"nanotrain {command}", description=function.__doc__, epilog=epilog, allow_abbrev=False)
         self._elsewhere = elsewhere or {}
+        for names, options in arguments:
+            self.add_argument(*names, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse; misspelled flags, and those of other programs, are one error with what to write, before any other.
