@@ -6,7 +6,6 @@ AttentionDevice    the kind of device; both are pure data, so a choice needs no 
 backend_flags      the values of --attention-backend
 choose_backend     the first backend that can compute a need, of all or of one value of --attention-backend
 AttentionChoice    the backends of a model's layers
-backend_table      BACKENDS as a table for docs/gpu.md
 
 Limits are those of torch's own checks (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp) and documentation.
 """
@@ -268,17 +267,13 @@ class AttentionChoice:
     """The backends of a model's layers.
 
     Attributes:
-        full: of layers that attend to all earlier keys; None if there are none.
-        window: of layers with a window; None if there are none.
+        backends: backends and needs of layers without a window (False) and of layers with a window (True).
         is_forced: whether --attention-backend selected them.
-        needs: of these layers.
         warning: why they are not the backends that --attention-backend selects; empty if they are.
     """
 
-    full: AttentionBackend | None
-    window: AttentionBackend | None
+    backends: Mapping[bool, tuple[AttentionBackend, AttentionNeed]]
     is_forced: bool
-    needs: tuple[AttentionNeed, ...]
     warning: str = ""
 
     @classmethod
@@ -288,27 +283,22 @@ class AttentionChoice:
         All backends compute the same attention. If the selected one cannot compute a layer on this device, those of
         "auto" are used, so that a script written for another device runs.
         """
-        flag, warning = config.train.attention_backend, ""
-        needs = {
-            window: AttentionNeed.of(config, has_window=window) for window in sorted(set(config.model.window_layers))
-        }
+        kinds = sorted(set(config.model.window_layers))
+        needs = {has_window: AttentionNeed.of(config, has_window=has_window) for has_window in kinds}
 
-        def choose(value: str) -> dict[bool, AttentionBackend]:
-            return {window: choose_backend(value, need, device=device) for window, need in needs.items()}
+        def choose(flag: str) -> dict[bool, tuple[AttentionBackend, AttentionNeed]]:
+            return {kind: (choose_backend(flag, need, device=device), need) for kind, need in needs.items()}
 
         try:
-            chosen = choose(flag)
+            return cls(choose(config.train.attention_backend), config.train.attention_backend != AUTO)
         except ConfigError as error:
-            flag = AUTO
             warning = f"{error.what}: {error.why}; the backends of --attention-backend auto are used"
-            chosen = choose(flag)
-        is_forced = flag != AUTO
-        return cls(chosen.get(False), chosen.get(True), is_forced, tuple(needs.values()), warning)
+            return cls(choose(AUTO), False, warning)
 
     def kernels(self) -> LayerKernels:
         """The kernels of the layers."""
-        full, window = (None if row is None else row.kernel(self.is_forced) for row in (self.full, self.window))
-        return LayerKernels(full or LayerKernels().full, window or LayerKernels().window)
+        kernels = {kind: backend.kernel(self.is_forced) for kind, (backend, _) in self.backends.items()}
+        return LayerKernels(kernels.get(False) or SdpaKernel(), kernels.get(True) or TileKernel())
 
     def __str__(self) -> str:
         """The text in the header of a run.
@@ -317,40 +307,7 @@ class AttentionChoice:
         'sdpa flash (fp32)'
         """
         parts = {}
-        for row, need in zip((row for row in (self.full, self.window) if row is not None), self.needs, strict=True):
+        for backend, need in self.backends.values():
             features = (name for name in FEATURES if name in need.features)
-            parts[f"{row.name} ({', '.join((need.dtype, *features))})"] = True
+            parts[f"{backend.name} ({', '.join((need.dtype, *features))})"] = True
         return "; ".join(parts)
-
-
-def backend_table() -> str:
-    """BACKENDS in markdown, in the order of preference."""
-    columns = ["backend", "`--attention-backend`", "on GPUs", "on CPUs", "heads on GPUs", "GPU, torch"]
-    columns += ["deterministic on GPUs", "in graphs"]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for row in BACKENDS.values():
-        heads = f"up to {row.max_head_dim}" if row.max_head_dim else "any"
-        heads = f"{row.min_head_dim} to {row.max_head_dim}" if row.min_head_dim > 1 else heads
-        heads += f", multiples of {row.head_dim_multiple}" if row.head_dim_multiple > 1 else ""
-        heads += "" if row.value_dims == "any" else f"; values {row.value_dims}"
-        needs = f"{_dotted(row.capability)}, " if row.capability > (0, 0) else "any, "
-        cells = [
-            row.name,
-            f"`{row.flag}`" + ("" if row.is_automatic else ", not automatic"),
-            *(_ability_text(row.abilities.get(kind)) for kind in ("cuda", "cpu")),
-            heads,
-            f"{needs}{_dotted(row.torch_version)}",
-            "yes" if row.is_deterministic else "no",
-            "yes" if row.is_in_graphs else "no",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _ability_text(ability: Ability | None) -> str:
-    if ability is None:
-        return "-"
-    features = ", ".join(name for name in FEATURES if name in ability.features)
-    if ability.features == EVERYTHING:
-        features = "everything"
-    return f"{', '.join(sorted(ability.dtypes))}: {features or 'plain causal'}"

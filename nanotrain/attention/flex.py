@@ -11,7 +11,6 @@ key, as keys end with the last query, and the outputs of padded queries are drop
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -27,16 +26,14 @@ from nanotrain.attention.tiles import on_device
 BLOCK = 128  # queries and keys of a block, the default of FlexAttention
 
 
-@dataclass(frozen=True)
-class BlockTable:
-    """Which blocks of keys each block of queries attends to: [B or 1, Q / BLOCK, K / BLOCK] bool."""
+def plan_blocks(call: AttentionCall, block: int = BLOCK) -> tuple[np.ndarray, np.ndarray]:
+    """The blocks of keys to which each block of queries attends in part, and those to which it does so in full; pure.
 
-    partial: np.ndarray  # some pairs
-    full: np.ndarray  # all pairs
+    A partial block may have no pair; a block with padded keys is never full.
 
-
-def plan_blocks(call: AttentionCall, block: int = BLOCK) -> BlockTable:
-    """The blocks of a call; pure. A partial block may have no pair; a block with padded keys is never full."""
+    Returns:
+        two times [B or 1, Q / BLOCK, K / BLOCK] bool.
+    """
     first_query, num_queries, num_keys = call.queries.start, len(call.queries), len(call.keys)
     first_keys = call.spans.first_keys[:, first_query : call.queries.stop]
     starts, key_starts = np.arange(0, num_queries, block), np.arange(0, num_keys, block)
@@ -45,14 +42,14 @@ def plan_blocks(call: AttentionCall, block: int = BLOCK) -> BlockTable:
     low, low_of_all = first_keys[:, starts, None], first_keys[:, ends, None]
     has_some = (key_starts <= (first_query + ends)[:, None]) & (np.minimum(key_ends, num_keys - 1) >= low)
     has_all = (key_ends <= (first_query + starts)[:, None]) & (key_starts >= low_of_all)
-    return BlockTable(has_some & ~has_all, has_all)
+    return has_some & ~has_all, has_all
 
 
 def build_block_mask(call: AttentionCall, block: int = BLOCK) -> Any:
     """The `BlockMask` of a call on its device."""
     from torch.nn.attention.flex_attention import BlockMask  # imports the compiler, which takes seconds
 
-    table, first_query = plan_blocks(call, block), call.queries.start
+    (partial, full), first_query = plan_blocks(call, block), call.queries.start
     num_queries, num_keys = (-(-len(positions) // block) * block for positions in (call.queries, call.keys))
     of_queries = call.spans.first_keys[:, first_query : call.queries.stop]
     padding = ((0, 0), (0, num_queries - len(call.queries)))
@@ -60,8 +57,8 @@ def build_block_mask(call: AttentionCall, block: int = BLOCK) -> Any:
     has_rows = len(first_keys) > 1
 
     return BlockMask.from_kv_blocks(
-        *_blocks(table.partial, call.device),
-        *_blocks(table.full, call.device),
+        *_blocks(partial, call.device),
+        *_blocks(full, call.device),
         BLOCK_SIZE=block,
         mask_mod=lambda sample, head, query, key: (
             (key <= query + first_query) & (key >= first_keys[sample if has_rows else 0, query])

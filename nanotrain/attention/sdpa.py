@@ -149,12 +149,7 @@ class SDPAttention:
         self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None
     ) -> AttentionCall | None:
         """The call; None for plain causal attention, which compiled code can contain."""
-        return self.plan_full_mask(segment_ids, length=tokens.shape[1], device=tokens.device, window=window)
-
-    def plan_full_mask(
-        self, segment_ids: Tensor | None, *, length: int, device: torch.device, window: int | None
-    ) -> AttentionCall | None:
-        """`plan_mask` for sequences of `length` tokens."""
+        length, device = tokens.shape[1], tokens.device
         kernel, positions = self.kernels.of(window), range(length)
         if segment_ids is None and window is None and isinstance(kernel, SdpaKernel):
             return None

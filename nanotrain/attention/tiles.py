@@ -118,16 +118,6 @@ class TilePlan:
         """Whether a query is in several tiles."""
         return not all(tile.is_first for tile in self.tiles)
 
-    @cached_property
-    def has_repeated_keys(self) -> bool:
-        """Whether a key is in several tiles."""
-        ends: dict[int | None, int] = {}
-        for tile in sorted(self.tiles, key=lambda tile: tile.keys.start):
-            if tile.keys.start < ends.get(tile.samples.start, 0):
-                return True
-            ends[tile.samples.start] = tile.keys.stop
-        return False
-
     @property
     def is_one_tile(self) -> bool:
         """Whether one tile has all queries and keys."""
@@ -297,9 +287,10 @@ def backward_tiles(
     gradients = tile_gradients(plan, inputs, merged=merged, scores=scores, grad=grad)
     if plan.is_one_tile:
         return next(gradients)[1]
-    repeated = (plan.has_repeated_queries, plan.has_repeated_keys, plan.has_repeated_keys)
-    dtypes = [accumulate_dtype(x) if is_repeated else x.dtype for x, is_repeated in zip(inputs, repeated, strict=True)]
-    sums = ChunkGradients(*(torch.zeros_like(x, dtype=dtype) for x, dtype in zip(inputs, dtypes, strict=True)))
+    query = inputs[0]
+    query_dtype = accumulate_dtype(query) if plan.has_repeated_queries else query.dtype
+    key_sum, value_sum = (torch.zeros_like(x, dtype=accumulate_dtype(x)) for x in inputs[1:])
+    sums = ChunkGradients(torch.zeros_like(query, dtype=query_dtype), key_sum, value_sum)
     for tile, part in gradients:
         sums.query[tile.samples, :, tile.queries] += part.query
         sums.key[tile.samples, :, tile.keys] += part.key

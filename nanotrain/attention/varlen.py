@@ -28,14 +28,15 @@ class PackedLengths:
     keys: np.ndarray  # [documents + 1] int32
     first_keys: tuple[int, ...]  # of each sample: the first key of its first document
 
+    def pack(self, keys: Tensor) -> Tensor:
+        """[B, K, G, D] -> [all keys of the documents, G, D]."""
+        if not any(self.first_keys):
+            return keys.flatten(0, 1)
+        return torch.cat([sample[first:] for sample, first in zip(keys, self.first_keys, strict=True)])
+
 
 def pack_lengths(call: AttentionCall, batch_size: int) -> PackedLengths:
-    """The documents of a call; pure.
-
-    Args:
-        call: of full sequences or of a chunk of them.
-        batch_size: samples.
-    """
+    """The documents of a call of full sequences or of a chunk of them; pure."""
     spans = call.spans
     starts = spans.first_keys if spans.starts is None else spans.starts
     queries, keys, first_keys = [0], [0], []
@@ -48,32 +49,7 @@ def pack_lengths(call: AttentionCall, batch_size: int) -> PackedLengths:
         queries.extend(query_lengths.tolist())
         keys.extend(key_lengths.tolist())
         first_keys.append(int(local[0]))
-    lengths = (np.cumsum(queries, dtype=np.int32), np.cumsum(keys, dtype=np.int32))
-    return PackedLengths(*lengths, tuple(first_keys))
-
-
-@dataclass(frozen=True)
-class _Packed:
-    """`PackedLengths` on the device of a call."""
-
-    queries: Tensor
-    keys: Tensor
-    max_queries: int
-    max_keys: int
-    first_keys: tuple[int, ...]
-
-    @classmethod
-    def of(cls, call: AttentionCall, batch_size: int) -> "_Packed":
-        lengths = pack_lengths(call, batch_size)
-        queries, keys = (on_device(x, call.device) for x in (lengths.queries, lengths.keys))
-        max_queries, max_keys = (int(np.diff(x).max()) for x in (lengths.queries, lengths.keys))
-        return cls(queries, keys, max_queries, max_keys, lengths.first_keys)
-
-    def pack(self, keys: Tensor) -> Tensor:
-        """[B, K, G, D] -> [all keys of the documents, G, D]."""
-        if not any(self.first_keys):
-            return keys.flatten(0, 1)
-        return torch.cat([sample[first:] for sample, first in zip(keys, self.first_keys, strict=True)])
+    return PackedLengths(np.cumsum(queries, dtype=np.int32), np.cumsum(keys, dtype=np.int32), tuple(first_keys))
 
 
 class VarlenKernel:
@@ -86,20 +62,18 @@ class VarlenKernel:
         from torch.nn.attention.varlen import varlen_attn  # not in every version that the package runs with
 
         assert scores is None, "the table of backends sends softcap, sinks and dropout elsewhere"
-
-        packed: _Packed | None = call.kernel_plans.get("varlen")
-        if packed is None:
-            packed = call.kernel_plans["varlen"] = _Packed.of(call, query.shape[0])
-        window = call.spans.window
+        if "varlen" not in call.kernel_plans:
+            packed = pack_lengths(call, query.shape[0])
+            cumulative = packed.queries, packed.keys
+            longest = [int(np.diff(x).max()) for x in cumulative]
+            call.kernel_plans["varlen"] = packed, [*(on_device(x, call.device) for x in cumulative), *longest]
+        packed, lengths = call.kernel_plans["varlen"]
         out = varlen_attn(
             query.flatten(0, 1),
             packed.pack(key),
             packed.pack(value),
-            packed.queries,
-            packed.keys,
-            packed.max_queries,
-            packed.max_keys,
-            window_size=(-1 if window is None else window, 0),
+            *lengths,
+            window_size=(-1 if call.spans.window is None else call.spans.window, 0),
             enable_gqa=query.shape[2] != key.shape[2],
         )
         assert isinstance(out, Tensor), "no log-sum-exp is requested"

@@ -6,11 +6,12 @@ import pytest
 
 from nanotrain.attention.backends import (
     BACKENDS,
+    EVERYTHING,
     FEATURES,
+    Ability,
     AttentionChoice,
     AttentionDevice,
     AttentionNeed,
-    backend_table,
     choose_backend,
     lacks,
 )
@@ -128,6 +129,39 @@ def test_a_script_for_another_device_runs_with_a_warning() -> None:
     assert not AttentionChoice.of(config, H100).warning
 
 
+def backend_table() -> str:
+    """BACKENDS in markdown, in the order of preference."""
+    columns = ["backend", "`--attention-backend`", "on GPUs", "on CPUs", "heads on GPUs", "GPU, torch"]
+    columns += ["deterministic on GPUs", "in graphs"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for row in BACKENDS.values():
+        heads = f"up to {row.max_head_dim}" if row.max_head_dim else "any"
+        heads = f"{row.min_head_dim} to {row.max_head_dim}" if row.min_head_dim > 1 else heads
+        heads += f", multiples of {row.head_dim_multiple}" if row.head_dim_multiple > 1 else ""
+        heads += "" if row.value_dims == "any" else f"; values {row.value_dims}"
+        needs = f"{'.'.join(map(str, row.capability))}, " if row.capability > (0, 0) else "any, "
+        cells = [
+            row.name,
+            f"`{row.flag}`" + ("" if row.is_automatic else ", not automatic"),
+            *(ability_text(row.abilities.get(kind)) for kind in ("cuda", "cpu")),
+            heads,
+            f"{needs}{'.'.join(map(str, row.torch_version))}",
+            "yes" if row.is_deterministic else "no",
+            "yes" if row.is_in_graphs else "no",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def ability_text(ability: Ability | None) -> str:
+    if ability is None:
+        return "-"
+    features = ", ".join(name for name in FEATURES if name in ability.features)
+    if ability.features == EVERYTHING:
+        features = "everything"
+    return f"{', '.join(sorted(ability.dtypes))}: {features or 'plain causal'}"
+
+
 def test_the_docs_have_the_table() -> None:
     page = Path(__file__).parents[2] / "docs" / "gpu.md"
-    assert backend_table() in page.read_text(), "copy what nanotrain.attention.backends.backend_table() returns"
+    assert backend_table() in page.read_text(), f"copy this table:\n{backend_table()}"

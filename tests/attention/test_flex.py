@@ -29,12 +29,12 @@ def call_of(ids, window, *, start=0, kernel=None) -> AttentionCall:
 def test_blocks_are_full_where_all_pairs_attend_and_left_out_only_where_none_does(borders, window, start):
     ids = torch.from_numpy(np.searchsorted(np.unique(borders), np.arange(48), side="right"))[None]
     mask = full_mask(ids, length=48, window=window)[:, 0, start : start + 24, : start + 24]
-    table = plan_blocks(call_of(ids, window, start=start), 5)
-    for i in range(table.full.shape[1]):
-        for j in range(table.full.shape[2]):
+    partial, full = plan_blocks(call_of(ids, window, start=start), 5)
+    for i in range(full.shape[1]):
+        for j in range(full.shape[2]):
             block = mask[0, 5 * i : 5 * i + 5, 5 * j : 5 * j + 5]
-            assert table.full[0, i, j] == bool(block.all())
-            assert not block.any() or table.full[0, i, j] or table.partial[0, i, j]
+            assert full[0, i, j] == bool(block.all())
+            assert not block.any() or full[0, i, j] or partial[0, i, j]
 
 
 def formula(query, key, value, *, block_mask, enable_gqa, **options):
@@ -72,8 +72,8 @@ def test_output_and_gradients_are_those_of_tiles(window, start, monkeypatch):
 def test_a_block_with_padded_keys_is_never_full_and_torch_gets_whole_blocks():
     spans = Spans.of(None, length=200)
     call = AttentionCall(FlexKernel(), spans, range(199, 200), range(200), torch.device("cpu"))
-    table = plan_blocks(call)  # the query attends to all keys, of which the second block has 72
-    assert table.full.tolist() == [[[True, False]]] and table.partial.tolist() == [[[False, True]]]
+    partial, full = plan_blocks(call)  # the query attends to all keys, of which the second block has 72
+    assert full.tolist() == [[[True, False]]] and partial.tolist() == [[[False, True]]]
     mask = build_block_mask(call)
     assert mask.shape == (1, 1, 128, 256)
     seen = mask.mask_mod(0, None, torch.arange(128)[:, None], torch.arange(256))

@@ -76,35 +76,23 @@ def test_documents_have_no_masks_and_windows_small_ones():
     assert [(tile.queries.start, tile.is_causal, tile.is_masked) for tile in documents.tiles] == [
         (start, True, False) for start in range(0, 1024, 256)
     ]
-    assert not documents.has_repeated_queries and not documents.has_repeated_keys and documents.first_keys is None
+    assert not documents.has_repeated_queries and documents.first_keys is None
     window = plan_chunks(Spans.of(None, length=1024, window=200), pair, queries=queries, keys=keys)
     masks = [window.mask(tile).numel() for tile in window.tiles if tile.is_masked]
-    assert sum(masks) <= 1024 * (200 + 2 * tiles.QUERIES_PER_MASK) and window.has_repeated_keys
+    assert sum(masks) <= 1024 * (200 + 2 * tiles.QUERIES_PER_MASK)
     # many short documents share tiles
     short = plan_chunks(Spans.of(torch.arange(1024)[None] // 10, length=1024), pair, queries=queries, keys=keys)
     assert len(short.tiles) == 8 and all(window.mask(tile).numel() < 140**2 for tile in short.tiles)
 
 
-def test_a_plan_says_which_queries_and_keys_are_in_several_tiles():
+def test_a_plan_says_whether_a_query_is_in_several_tiles():
     positions, everything = torch.arange(8), LocalChunk(range(8))
     last = [(LocalChunk(range(4, 8)), everything, True)]
     behind = plan_chunks(Spans.of(None, length=8), last, queries=positions[4:], keys=positions)
-    assert behind.has_repeated_queries and not behind.has_repeated_keys  # keys before the queries, and their own
-    # the same of each sample: a window of two documents, and two documents without a window
-    ids = torch.tensor([[0] * 8, [0] * 5 + [1] * 3])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "QUERIES_PER_MASK", 2)
-        plans = [
-            plan_chunks(
-                Spans.of(ids, length=8, window=window),
-                [(everything, everything, True)],
-                queries=positions,
-                keys=positions,
-            )
-            for window in (2, None)
-        ]
-    assert [plan.has_repeated_keys for plan in plans] == [True, False]
-    assert not plans[1].has_repeated_queries
+    assert behind.has_repeated_queries  # keys before the queries, and their own
+    documents = Spans.of(torch.tensor([[0] * 8, [0] * 5 + [1] * 3]), length=8)
+    pairs = [(everything, everything, True)]
+    assert not plan_chunks(documents, pairs, queries=positions, keys=positions).has_repeated_queries
 
 
 BOUNDS = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
@@ -161,7 +149,7 @@ def test_what_several_tiles_contribute_to_is_accumulated_in_fp32(groups):
     assert merged.out.dtype is merged.lse.dtype is torch.float32
     merged = replace(merged, out=merged.out.bfloat16())
     gradients = backward_tiles(plan, inputs, merged=merged, scores=None, grad=grad[:, :, 12:])
-    assert (gradients.query.dtype, gradients.key.dtype) == (torch.float32, torch.bfloat16)
+    assert gradients.query.dtype is gradients.key.dtype is torch.float32
 
 
 def test_a_sink_is_added_before_the_output_is_rounded():

@@ -39,8 +39,8 @@ class UlyssesAttention:
         self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None
     ) -> AttentionCall | None:
         """The call over full sequences."""
-        length = tokens.shape[1] * self.group.size
-        return self.sdpa.plan_full_mask(segment_ids, length=length, device=tokens.device, window=window)
+        full = tokens.new_empty((len(tokens), tokens.shape[1] * self.group.size))
+        return self.sdpa.plan_mask(segment_ids, tokens=full, window=window)
 
     def __call__(
         self,

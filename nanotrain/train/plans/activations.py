@@ -41,7 +41,7 @@ class Activations:
     def __init__(self, plan: Plan, device: str) -> None:
         config, self.shape, self.device = plan.config, plan.shape, device
         attention = AttentionChoice.of(config, AttentionDevice(device, (9, 0), installed_torch()))
-        self.attention = {False: attention.full, True: attention.window}  # by whether a layer has a window
+        self.attention = attention.backends
         self.config, self.modules = config, frozenset(config.memory.recomputed_modules)
         self.tp, self.cp, self.ep, self.etp = (plan.groups[axis].size for axis in ("tp", "cp", "ep", "etp"))
         self.cp_comm_type = config.parallel.cp_comm_type if self.cp > 1 else None
@@ -201,9 +201,7 @@ class Activations:
 
     def _backend(self, layer: int) -> str:
         """The name of a layer's attention backend."""
-        backend = self.attention[self.shape.has_window(layer)]
-        assert backend is not None, "the choice has a backend for every kind of layer"
-        return backend.name
+        return self.attention[self.shape.has_window(layer)][0].name
 
     def _mlp(self, inner: int) -> int:
         """Up and its activation; with a gate also gate and product. SwiGLU saves no activation."""
