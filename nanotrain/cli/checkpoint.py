@@ -42,7 +42,7 @@ def diff(argv: Sequence[str]) -> int:
     """Compare the values, settings and counters of two checkpoints; exit code 2 where they differ."""
     both = [argument(name, type=Path, help=PATH_HELP) for name in ("first", "second")]
     args = CommandParser("checkpoint diff", diff, *both).parse_args(argv)
-    from nanotrain.checkpoint.difference import diff as diff_checkpoints
+    from nanotrain.checkpoint.report import diff as diff_checkpoints
 
     outcome = diff_checkpoints(args.first, args.second)
     print(outcome.text())
