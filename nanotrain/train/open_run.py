@@ -36,9 +36,8 @@ from nanotrain.train.hooks.end_of_run import PlannedPeak, ReportHook, SampleHook
 from nanotrain.train.hooks.faults import DebugNanHook, ReplicasHook
 from nanotrain.train.hooks.hook import Hook, TimeoutHook
 from nanotrain.train.hooks.log import MAX_WIDTH, MIN_WIDTH, LogHook
-from nanotrain.train.hooks.notify import NotifyHook
 from nanotrain.train.hooks.profile import ProfileHook
-from nanotrain.train.hooks.track import PrometheusHook, TrackHook
+from nanotrain.train.hooks.track import NotifyHook, PrometheusHook, TrackHook
 from nanotrain.train.plans.memory_plan import MemoryPlan
 from nanotrain.train.plans.plan import Plan
 from nanotrain.train.run import Run, RunInputs

@@ -10,8 +10,7 @@ from nanotrain.topology.topology import Topology
 from nanotrain.train.fit import fit
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.log import LogHook
-from nanotrain.train.hooks.notify import NotifyHook
-from nanotrain.train.hooks.track import PrometheusHook, TrackHook
+from nanotrain.train.hooks.track import NotifyHook, PrometheusHook, TrackHook
 from nanotrain.train.step import train_step
 from tests.fake_world import fake_context
 from tests.harness import SHORT_NAMES, parallel_config

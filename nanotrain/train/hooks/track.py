@@ -3,24 +3,41 @@
 TrackHook        experiment trackers: TensorBoard and Weights & Biases
 PrometheusHook   an endpoint with every number of metrics.jsonl, as `nanotrain_NAME{run="..."}`; it needs the package
                  prometheus_client: `pip install 'nanotrain[prometheus]'`
+NotifyHook       a webhook: JSON messages to `train.notify` at the start and end of a run, at its failure, and at loss
+                 spikes. Slack and Mattermost show `text`. A thread sends the messages, so a slow or unreachable server
+                 neither delays a step nor ends the run.
+
+    {"event": "spike", "run": "llama", "step": 120, "train_iters": 600, "loss": 9.1, "text": "llama: step 120 of ..."}
 """
 
+import json
+import math
 import netrc
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
+from urllib.error import HTTPError
 from urllib.parse import urlparse
+from urllib.request import Request, urlopen
 
 import numpy as np
 
 from nanotrain.config.schema import to_dict
 from nanotrain.log import get_logger
+from nanotrain.quantities import count_of
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.run import Run
-from nanotrain.train.step_report import StepReport, UnreadReports
+from nanotrain.train.step_report import SPIKE, StepReport, UnreadReports
 
 log = get_logger(__name__)
+
+# of NotifyHook
+TIMEOUT_S = 10.0  # of one request
+LAST_WAIT_S = 5.0  # at the end of the run, for messages that are not yet sent
+MAX_WAITING = 100  # messages; more are dropped
+QUIET_STEPS = 50  # after a message about a spike, without another
 
 
 class Tracker(Protocol):
@@ -214,3 +231,105 @@ class PrometheusHook(Hook):
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
+
+
+class Sender:
+    """Sends messages to a URL, one after the other, in a separate thread.
+
+    Args:
+        url: http or https.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url, self._has_failed = url, False
+        self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
+        self._thread = threading.Thread(target=self._send_all, name="notify", daemon=True)
+        self._thread.start()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Hand a message to the thread; it is dropped if too many wait."""
+        try:
+            self._waiting.put_nowait(message)
+        except queue.Full:
+            self._warn("too many messages wait")
+
+    def close(self, *, wait_s: float = LAST_WAIT_S) -> None:
+        """Wait at most `wait_s` for messages that are not yet sent."""
+        try:
+            self._waiting.put_nowait(None)
+        except queue.Full:
+            return
+        self._thread.join(wait_s)
+
+    def _send_all(self) -> None:
+        while (message := self._waiting.get()) is not None:
+            body = json.dumps(message).encode()
+            try:
+                request = Request(self._url, data=body, headers={"Content-Type": "application/json"})
+                with urlopen(request, timeout=TIMEOUT_S):
+                    pass
+            except HTTPError as error:
+                self._warn(f"the server replied {error.code}")
+            except Exception as error:  # any: a lost message must not end a run
+                self._warn(type(error).__name__)  # its text may contain the URL
+
+    def _warn(self, why: str) -> None:
+        if not self._has_failed:
+            log.warning("--notify: a message was not delivered (%s); training goes on, this is logged once", why)
+        self._has_failed = True
+
+
+class NotifyHook(Hook):
+    """Sends the messages of a run, on the first rank."""
+
+    def __init__(self) -> None:
+        self._unread = UnreadReports()
+        self._sender: Sender | None = None
+        self._next_spike = 0  # the first step that may be one
+        self._facts: dict[str, Any] = {}
+
+    def before_training(self, run: Run) -> None:
+        train = run.config.train
+        if not run.context.control.is_first or train.notify is None:
+            return
+        self._sender = Sender(train.notify)
+        self._facts = {
+            "run": run.folder.path.resolve().name,
+            "step": run.state.step,
+            "train_iters": train.train_iters,
+            "loss": None,
+        }
+        self._send("start", f"starts on {count_of(run.context.topology.world_size, 'rank')}")
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        if self._sender is None:
+            return
+        for readable in self._unread.take(report):
+            loss = readable.loss
+            self._facts |= {"step": readable.step, "loss": loss if math.isfinite(loss) else None}
+            is_spike = not math.isfinite(loss) or (readable.loss_deviation or 0.0) >= SPIKE
+            if is_spike and readable.step >= self._next_spike:
+                self._next_spike = readable.step + QUIET_STEPS
+                self._send("spike", f"the loss is {loss:.4g}")
+
+    def after_rollback(self, run: Run, report: StepReport) -> None:
+        self._next_spike = 0  # the steps are counted from the checkpoint on
+        self._facts |= {"step": report.step, "loss": report.loss if math.isfinite(report.loss) else None}
+        self._send("spike", f"the loss is {report.loss:.4g}; back to step {run.state.step}")
+
+    def after_training(self, run: Run) -> None:
+        stopped = run.state.step < run.config.train.train_iters
+        self._send("end", "stopped and saved" if stopped else "finished")
+
+    def close(self, *, failed: bool) -> None:
+        if failed:
+            self._send("failure", "ended with an error")
+        if self._sender is not None:
+            self._sender.close()
+
+    def _send(self, event: str, words: str) -> None:
+        if self._sender is None:
+            return
+        facts = self._facts
+        text = f"{facts['run']}: step {facts['step']} of {facts['train_iters']}: {words}"
+        self._sender.send({"event": event, **facts, "text": text})
