@@ -72,7 +72,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     assert plan.groups == {name: group.spec for name, group in context.groups.items()}, "planned for other groups"
     built = build_stages(plan, context)
     stages = {index: stage.module for index, stage in built.items()}
-    data_parallel = tuple(dp for stage in built.values() for dp in stage.data_parallel)
+    data_parallel = tuple(dp for stage in built.values() for dp in stage.callbacks)
     if inputs.checkpoint is None and config.checkpoint.pretrained_checkpoint is None:
         _init_weights(config, built)
     _transform_blocks(stages.values(), config, device_type=context.device.type)
@@ -91,7 +91,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
         context=context,
         dataset=inputs.datasets.train,
         stages=stages,
-        runnable={index: stage.runnable for index, stage in built.items()},
+        runnable=built,
         data_parallel=data_parallel,
         optimizer=optimizer,
     )
@@ -119,19 +119,11 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
 
 
 @dataclass(frozen=True)
-class BuiltStage:
-    """A stage and its storage."""
+class BuiltStage(RunnableStage):
+    """A stage and its storage, as the pipeline executor takes it."""
 
     module: Stage  # its parameters are views of the flat buffers
-    params: tuple[LocalParam, ...]  # local parameters in registration order
-    data_parallel: tuple[DataParallel, ...]  # dense buffer, then expert buffer where there is one
-    # takes the deferred weight gradients of its layers; None if the schedule has no W actions
-    wgrad_queue: WgradQueue | None
-
-    @property
-    def runnable(self) -> RunnableStage:
-        """The stage as the pipeline executor takes it."""
-        return RunnableStage(self.module, self.data_parallel, self.wgrad_queue)
+    callbacks: tuple[DataParallel, ...] = ()  # dense buffer, then expert buffer where there is one
 
 
 def build_stages(plan: Plan, context: ParallelContext) -> dict[int, BuiltStage]:
@@ -171,7 +163,7 @@ def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> B
         for buffer in stage.buffers
     )
     module.to(context.device)  # moves registered buffers such as router biases; parameters are on the device already
-    return BuiltStage(module, stage.params, data_parallel, wgrad_queue)
+    return BuiltStage(module, data_parallel, wgrad_queue)
 
 
 def _amax_groups(config: Config, buffer: BufferPlan, *, context: ParallelContext) -> tuple[Group, ...]:
@@ -290,7 +282,7 @@ def _init_weights(config: Config, stages: Mapping[int, BuiltStage]) -> None:
         initialize(module, params, seed=config.train.seed)
 
     for stage in stages.values():
-        for dp in stage.data_parallel:
+        for dp in stage.callbacks:
             dp.fill_params(partial(fill, stage.module))
 
 

@@ -138,7 +138,7 @@ def load_weights(model: OpenedCheckpoint, stages: Mapping[int, BuiltStage]) -> N
             torch._foreach_copy_(list(boxes.values()), list(apart.values()))
 
     for stage in stages.values():
-        for dp in stage.data_parallel:
+        for dp in stage.callbacks:
             dp.fill_params(partial(fill, module=stage.module, is_sharded=dp.options.strategy.shard_params))
     biases = router_biases({index: stage.module for index, stage in stages.items()})
     if biases:
@@ -197,14 +197,13 @@ def evaluate_model(
     """
     stages = build_stages(plan, context)
     load_weights(model.with_model(plan.config.model), stages)
-    runnable = {index: stage.runnable for index, stage in stages.items()}
     for stage in stages.values():
-        for dp in stage.data_parallel:
+        for dp in stage.callbacks:
             dp.start_param_gather()
             dp.wait_for_params()
     assert plan.config.model.vocab_size is not None, "a model has a vocabulary"
     sizes = None if tokenizer is None else bytes_per_token(tokenizer, plan.config.model.vocab_size)
-    forward = partial(run_forward, plan.valid_schedule, runnable, pipeline=build_pipeline(plan, context))
+    forward = partial(run_forward, plan.valid_schedule, stages, pipeline=build_pipeline(plan, context))
     with open_corpus(source, tokenizer) as corpus:
         windows = windows_of(corpus, plan.config)
         if max_samples is not None:

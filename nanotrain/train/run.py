@@ -174,16 +174,6 @@ class Run(BuiltModel):
         batch_size, length, hidden_size = self.plan.hidden_shape
         return replace(self.pipeline, hidden_shape=(batch_size * parts, length // parts, hidden_size))
 
-    def start_param_gather(self) -> None:
-        """Start the all-gather of the updated parameters."""
-        for dp in self.data_parallel:
-            dp.start_param_gather()
-
-    def wait_for_params(self) -> None:
-        """Wait for the all-gather of the parameters."""
-        for dp in self.data_parallel:
-            dp.wait_for_params()
-
     def data_stage_at(self, consumed_samples: int) -> str | None:
         """The data stage of the batch that starts at `consumed_samples`; None without data stages."""
         dataset = self.batches.dataset

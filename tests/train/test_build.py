@@ -42,8 +42,8 @@ def test_parameters_are_views_of_one_buffer_per_kind(tmp_path):
     moe = ("--num-layers", "2", "--num-experts", "4")
     with small_run(tmp_path, *moe) as run:
         stages = build_stages(run.plan, run.context)
-        dense, experts = (dp for stage in stages.values() for dp in stage.data_parallel)
-        assert dense.params.keys() | experts.params.keys() == {p.spec.name for p in stages[0].params}
+        dense, experts = (dp for stage in stages.values() for dp in stage.callbacks)
+        assert dense.params.keys() | experts.params.keys() == {p.spec.name for p in stages[0].module.params}
         assert all(".experts." in name for name in experts.params)
         for dp in (dense, experts):
             buffer = dp.param_buffer.untyped_storage().data_ptr()

@@ -51,6 +51,16 @@ class BuiltModel:
         """The complete configuration."""
         return self.plan.config
 
+    def start_param_gather(self) -> None:
+        """Start the all-gather of the updated parameters."""
+        for dp in self.data_parallel:
+            dp.start_param_gather()
+
+    def wait_for_params(self) -> None:
+        """Wait for the all-gather of the parameters."""
+        for dp in self.data_parallel:
+            dp.wait_for_params()
+
 
 class StepPart:
     """Base class; subclasses override what they need. Every rank calls every method of every part, in order.

@@ -91,8 +91,7 @@ def restore(
     _log_changes(manifest.config, to_dict(config))
     warn_after_restore(manifest, config.data, path=start)
     log.info("loaded %s: step %d, %d samples consumed", start, state.step, state.consumed_samples)
-    for dp in model.data_parallel:
-        dp.start_param_gather()
+    model.start_param_gather()
     return state
 
 
@@ -113,8 +112,7 @@ def load_pretrained(folder: Path, *, model: BuiltModel, parts: StepParts) -> Non
     import_weights(folder, config.model, wanted=wanted)
     model.optimizer.finish_load()
     parts.restored((state | parts.tensors()).keys() - tensors.keys(), checkpoint=None)
-    for dp in model.data_parallel:
-        dp.start_param_gather()
+    model.start_param_gather()
     warn_after_import(folder, config.data)
     log.info("initial weights from %s", folder)
 
