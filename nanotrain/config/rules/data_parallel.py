@@ -13,56 +13,46 @@ def reduces_in_fp32(v: Values) -> bool:
 
 # fmt: off
 DATA_PARALLEL_RULES = (
-    Rule("accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16",
-        lambda v: v.accumulate_allreduce_grads_in_fp32 and v.grad_reduce_in_bf16,
+    Rule(lambda v: v.accumulate_allreduce_grads_in_fp32 and v.grad_reduce_in_bf16,
         "gradients are to be reduced in fp32 and in bf16",
         "accumulate_allreduce_grads_in_fp32 and grad_reduce_in_bf16 contradict each other",
         "leave out --grad-reduce-in-bf16, or --accumulate-allreduce-grads-in-fp32 and --grad-reduce-in-fp32"),
-    Rule("grad_reduce_in_bf16 params_dtype",
-        lambda v: v.grad_reduce_in_bf16 and v.params_dtype is not DType.bf16,
+    Rule(lambda v: v.grad_reduce_in_bf16 and v.params_dtype is not DType.bf16,
         lambda v: f"grad_reduce_in_bf16 with params_dtype {v.params_dtype.value}",
         "gradients of low precision have the dtype of the parameters",
         lambda v: "set --no-accumulate-allreduce-grads-in-fp32 for fp16 gradients" if v.params_dtype is DType.fp16
         else "set --bf16 or leave --grad-reduce-in-bf16 out"),
-    Rule("accumulate_allreduce_grads_in_fp32 params_dtype",
-        lambda v: v.accumulate_allreduce_grads_in_fp32 is False and v.params_dtype is DType.fp32,
-        "accumulate_allreduce_grads_in_fp32 = False has no effect",
-        "params_dtype is fp32, and so are the gradients",
+    Rule(lambda v: v.accumulate_allreduce_grads_in_fp32 is False and v.params_dtype is DType.fp32,
+        "accumulate_allreduce_grads_in_fp32 = False has no effect", "params_dtype is fp32, and so are the gradients",
         "set --bf16 or --fp16, or leave --no-accumulate-allreduce-grads-in-fp32 out"),
-    Rule("main_grads_dtype params_dtype accumulate_allreduce_grads_in_fp32",
-        lambda v: v.main_grads_dtype is MainGradsDType.bf16
+    Rule(lambda v: v.main_grads_dtype is MainGradsDType.bf16
         and (v.params_dtype is not DType.bf16 or v.accumulate_allreduce_grads_in_fp32),
         lambda v: f"main_grads_dtype bf16 with params_dtype {v.params_dtype.value}"
         + (" and gradients accumulated in fp32" if v.accumulate_allreduce_grads_in_fp32 else ""),
         "the optimizer reads bf16 gradients only where they are accumulated and reduced in bf16",
         "set --bf16 --grad-reduce-in-bf16, or --main-grads-dtype fp32"),
-    Rule("reduce_scatter_with_fp32_accumulation data_parallel_sharding_strategy force_all_reduce",
-        lambda v: v.reduce_scatter_with_fp32_accumulation and not reduces_in_fp32(v)
+    Rule(lambda v: v.reduce_scatter_with_fp32_accumulation and not reduces_in_fp32(v)
         and (v.data_parallel_sharding_strategy is ShardingStrategy.no_shard or v.force_all_reduce),
         "reduce_scatter_with_fp32_accumulation has no effect",
         lambda v: ("force_all_reduce" if v.force_all_reduce else "data_parallel_sharding_strategy no_shard")
         + " all-reduces gradients",
         "set --data-parallel-sharding-strategy optim without --force-all-reduce, or --grad-reduce-in-fp32"),
-    Rule("force_all_reduce data_parallel_sharding_strategy",
-        lambda v: v.force_all_reduce and v.data_parallel_sharding_strategy in SHARDED_GRADS,
+    Rule(lambda v: v.force_all_reduce and v.data_parallel_sharding_strategy in SHARDED_GRADS,
         lambda v: f"force_all_reduce with data_parallel_sharding_strategy {v.data_parallel_sharding_strategy.value}",
         "it keeps whole gradients on every rank, and the strategy shards them",
         "set --data-parallel-sharding-strategy optim or leave --force-all-reduce out"),
-    Rule("outer_dp_sharding_strategy data_parallel_sharding_strategy",
-        lambda v: v.outer_dp_sharding_strategy is OuterShardingStrategy.optim
+    Rule(lambda v: v.outer_dp_sharding_strategy is OuterShardingStrategy.optim
         and v.data_parallel_sharding_strategy is ShardingStrategy.no_shard,
         "outer_dp_sharding_strategy optim with data_parallel_sharding_strategy no_shard",
         "instances shard further what is sharded inside an instance",
         "set --data-parallel-sharding-strategy optim, optim_grads or optim_grads_params"),
-    Rule("outer_dp_sharding_strategy num_distributed_optimizer_instances",
-        lambda v: v.outer_dp_sharding_strategy is OuterShardingStrategy.optim
+    Rule(lambda v: v.outer_dp_sharding_strategy is OuterShardingStrategy.optim
         and v.data_parallel_sharding_strategy is not ShardingStrategy.no_shard
         and v.num_distributed_optimizer_instances == 1,
         "outer_dp_sharding_strategy optim has no effect",
         "num_distributed_optimizer_instances is 1, so there is nothing to shard across",
         "set --num-distributed-optimizer-instances 2 or leave --outer-dp-sharding-strategy out"),
-    Rule("fsdp_double_buffer reshard_after_forward data_parallel_sharding_strategy",
-        lambda v: v.fsdp_double_buffer and not v.reshard_after_forward
+    Rule(lambda v: v.fsdp_double_buffer and not v.reshard_after_forward
         and v.data_parallel_sharding_strategy is ShardingStrategy.optim_grads_params,
         "fsdp_double_buffer without reshard_after_forward",
         "units take turns in fixed memory, and all of them are to stay gathered",

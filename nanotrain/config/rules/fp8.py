@@ -53,28 +53,26 @@ def odd_fix(v: Values) -> str:
 
 # fmt: off
 FP8_RULES = (
-    Rule("fp8_format params_dtype", lambda v: v.params_dtype is DType.fp16, "fp8_format with params_dtype fp16",
+    Rule(lambda v: v.params_dtype is DType.fp16, "fp8_format with params_dtype fp16",
         "the results of fp8 products are bf16 or fp32; a dynamic loss scale would change the scales of every step",
         "set --bf16 or leave out --fp8-format"),
-    Rule("fp8_format fp8_recipe", lambda v: v.fp8_recipe in E4M3_ONLY and v.fp8_format is Fp8Format.hybrid,
+    Rule(lambda v: v.fp8_recipe in E4M3_ONLY and v.fp8_format is Fp8Format.hybrid,
         "fp8_recipe {fp8_recipe} with fp8_format hybrid", "torch multiplies such blocks in e4m3 only",
         "set --fp8-format e4m3 or another --fp8-recipe"),
-    Rule("fp8_param_gather fp8_recipe", lambda v: v.fp8_param_gather and v.fp8_recipe in SCALED_ALONG_ROWS,
+    Rule(lambda v: v.fp8_param_gather and v.fp8_recipe in SCALED_ALONG_ROWS,
         "fp8_param_gather with fp8_recipe {fp8_recipe}",
         "fprop and dgrad scale a weight along other dims, so that two fp8 copies, as many bytes as bf16, would be sent",
         "set --fp8-recipe tensorwise, delayed or blockwise, or leave out --fp8-param-gather"),
 )
 
 FP8_LAYOUT_RULES = (
-    Rule("first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 num_layers fp8_format",
-        lambda v: v.first_last_layers_bf16
+    Rule(lambda v: v.first_last_layers_bf16
         and v.num_layers_at_start_in_bf16 + v.num_layers_at_end_in_bf16 >= v.num_layers,
         lambda v: f"{count_of(v.num_layers_at_start_in_bf16, 'layer')} at the start and "
-        f"{v.num_layers_at_end_in_bf16} at the end of {v.num_layers} without fp8", "no layer is left for fp8",
+        f"{v.num_layers_at_end_in_bf16} at the end of {v.num_layers} without fp8",
+        "no layer is left for fp8",
         f"lower {flag_of('num_layers_at_start_in_bf16')} and {flag_of('num_layers_at_end_in_bf16')}, "
         "or leave out --fp8-format"),
-    Rule("fp8_format hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
-        "tensor_model_parallel_size", odd_sizes, odd_text,
-        f"torch's fp8 products take matrices whose sizes are multiples of {ALIGNMENT}", odd_fix),
+    Rule(odd_sizes, odd_text, f"torch's fp8 products take matrices whose sizes are multiples of {ALIGNMENT}", odd_fix),
 )
 # fmt: on

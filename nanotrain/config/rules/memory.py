@@ -23,12 +23,12 @@ DISCARDED = {"layernorm", "mla_up_proj", "moe_act"}
 
 def unknown_modules(v: Values) -> list[str]:
     """Names that are no module."""
-    return [name for name in v.config.memory.recomputed_modules if name not in MODULES]
+    return [name for name in v.recomputed_modules if name not in MODULES]
 
 
 def missing_modules(v: Values) -> list[str]:
     """Modules that the model does not have."""
-    return [name for name in v.config.memory.recomputed_modules if name in MODULES and not MODULES[name][0](v)]
+    return [name for name in v.recomputed_modules if name in MODULES and not MODULES[name][0](v)]
 
 
 def longest_stage(v: Values) -> int:
@@ -48,53 +48,46 @@ def most_offloaded(v: Values) -> str:
 
 # fmt: off
 MEMORY_RULES = (
-    Rule("recompute_num_layers recompute_method",
-        lambda v: v.recompute_granularity is RecomputeGranularity.full
+    Rule(lambda v: v.recompute_granularity is RecomputeGranularity.full
         and v.recompute_num_layers is not None and v.recompute_method is None,
         "recompute_num_layers is {recompute_num_layers} and recompute_method is unset",
         "it is the size of a group with uniform, and the number of recomputed layers with block",
         "set --recompute-method uniform or --recompute-method block"),
-    Rule("recompute_num_layers num_layers pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank",
-        lambda v: (v.recompute_num_layers or 1) > longest_stage(v),
+    Rule(lambda v: (v.recompute_num_layers or 1) > longest_stage(v),
         "recompute_num_layers {recompute_num_layers} is above the layers of a stage",
         lambda v: f"the longest of {count_of(v.num_stages, 'pipeline stage')} has {longest_stage(v)} of "
         f"{count_of(v.num_layers, 'layer')}",
         lambda v: f"set --recompute-num-layers to at most {longest_stage(v)}"),
-    Rule("recompute_modules", unknown_modules,
-        lambda v: f"recompute_modules names {', '.join(unknown_modules(v))}",
+    Rule(unknown_modules, lambda v: f"recompute_modules names {', '.join(unknown_modules(v))}",
         f"the known modules are {', '.join(MODULES)}",
         lambda v: f"did you mean {near}?" if (near := nearest_choice(unknown_modules(v)[0], MODULES))
         else "name one of these, or leave it out"),
-    Rule("recompute_modules num_experts moe_layer_freq multi_latent_attention norm_placement", missing_modules,
-        lambda v: f"recompute_modules {' '.join(missing_modules(v))} has no effect",
+    Rule(missing_modules, lambda v: f"recompute_modules {' '.join(missing_modules(v))} has no effect",
         lambda v: MODULES[missing_modules(v)[0]][1].format_map(v),
         lambda v: f"leave {' '.join(missing_modules(v))} out of --recompute-modules"),
-    Rule("recompute_modules", lambda v: {"moe", "moe_act"} <= {*v.config.memory.recomputed_modules},
+    Rule(lambda v: {"moe", "moe_act"} <= {*v.recomputed_modules},
         "recompute_modules moe_act has no effect", "moe recomputes the whole layer, its activation included",
         "leave moe or moe_act out of --recompute-modules"),
-    Rule("torch_compile recompute_modules",
-        lambda v: v.torch_compile and DISCARDED.intersection(v.config.memory.recomputed_modules),
+    Rule(lambda v: v.torch_compile and DISCARDED.intersection(v.recomputed_modules),
         lambda v: "torch_compile with recompute_modules "
-        f"{' '.join(name for name in v.config.memory.recomputed_modules if name in DISCARDED)}",
+        f"{' '.join(name for name in v.recomputed_modules if name in DISCARDED)}",
         "compiled code keeps its own choice of activations, and recomputes norms and activations by itself",
         "leave out --torch-compile, or these modules"),
-    Rule("cpu_offloading cpu_offloading_num_layers", lambda v: v.cpu_offloading and v.cpu_offloading_num_layers == 0,
-        "cpu_offloading without layers has no effect", "cpu_offloading_num_layers is 0", most_offloaded),
-    Rule("cpu_offloading_num_layers num_layers pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank",
-        lambda v: v.cpu_offloading and v.cpu_offloading_num_layers >= longest_stage(v),
+    Rule(lambda v: v.cpu_offloading and v.cpu_offloading_num_layers == 0, "cpu_offloading without layers has no effect",
+        "cpu_offloading_num_layers is 0", most_offloaded),
+    Rule(lambda v: v.cpu_offloading and v.cpu_offloading_num_layers >= longest_stage(v),
         "cpu_offloading_num_layers {cpu_offloading_num_layers} is not below the layers of a stage",
         lambda v: f"the longest of {count_of(v.num_stages, 'pipeline stage')} has {longest_stage(v)} of "
         f"{count_of(v.num_layers, 'layer')}, "
-        "and the backward needs the last one first", most_offloaded),
-    Rule("cpu_offloading recompute_granularity", lambda v: v.cpu_offloading and v.recompute_granularity is not None,
+        "and the backward needs the last one first",
+        most_offloaded),
+    Rule(lambda v: v.cpu_offloading and v.recompute_granularity is not None,
         "cpu_offloading with recompute_granularity {recompute_granularity.value}",
         "an activation is either recomputed or kept in host memory",
         "leave out --cpu-offloading or --recompute-granularity"),
-    Rule("cpu_offloading torch_compile", lambda v: v.cpu_offloading and v.torch_compile,
-        "cpu_offloading with torch_compile", "compiled code has its own choice of what it saves",
-        "leave out --cpu-offloading or --torch-compile"),
-    Rule("cpu_offloading device", lambda v: v.cpu_offloading and v.device is DeviceKind.cpu,
-        "cpu_offloading has no effect", "activations on a CPU are in host memory already",
-        "leave --cpu-offloading out"),
+    Rule(lambda v: v.cpu_offloading and v.torch_compile, "cpu_offloading with torch_compile",
+        "compiled code has its own choice of what it saves", "leave out --cpu-offloading or --torch-compile"),
+    Rule(lambda v: v.cpu_offloading and v.device is DeviceKind.cpu, "cpu_offloading has no effect",
+        "activations on a CPU are in host memory already", "leave --cpu-offloading out"),
 )
 # fmt: on

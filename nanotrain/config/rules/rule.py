@@ -1,42 +1,38 @@
 """A rule as data, the values that its predicate and texts read, and the check of a table of rules."""
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from nanotrain.config.config import Config
+from nanotrain.config.config import Config, ModelConfig
 from nanotrain.config.length_schedule import length_schedule
 from nanotrain.config.pipeline_layout import count_mtp_layers, read_pipeline_layout
 from nanotrain.config.schema import ENTRIES, value_of
 from nanotrain.errors import ConfigError, ErrorCollector
 
 
+class Unreadable(Exception):
+    """A rule reads a field whose text could not be read, which is an error of its own."""
+
+
 class Values:
-    """Every field of a configuration by its unique name, and the sizes that several rules read.
+    """Every field of a configuration by its unique name, and the sizes that several rules read (SIZES).
 
     >>> Values(Config()).moe_router_topk, Values(Config()).cp
     (2, 1)
     """
 
-    def __init__(self, config: Config) -> None:
-        model, parallel = config.model, config.parallel
-        self.config = config
-        self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-        self.pp, self.ep = parallel.pipeline_model_parallel_size, parallel.expert_model_parallel_size
-        self.etp = parallel.expert_tensor_parallel_size or self.tp
-        # settings of stages without effect on one rank are an error of their own (unused.py)
-        self.num_stages = 1 if self.pp == 1 else self.pp * parallel.num_virtual_stages_per_pipeline_rank
-        self.has_experts = self.num_experts is not None
-        self.num_groups, self.group_topk = self.moe_router_num_groups or 1, self.moe_router_group_topk or 1
-        self.experts_per_group = (self.num_experts or 0) // self.num_groups
-        self.head_dim, self.query_groups = model.head_dim, model.query_groups
-        self.has_rope, self.rotary_dim = model.has_rope, model.rotary_dim
-        self.ffn_size, self.moe_ffn_size = model.ffn_size, model.moe_ffn_size
-        # 0 without a tokenizer yet: checked again once its size is known (`open_inputs`)
-        self.vocab_rows = 0 if model.vocab_size is None else model.padded_vocab_size
+    def __init__(self, config: Config, unreadable: frozenset[str] = frozenset()) -> None:
+        self.config, self._unreadable = config, unreadable
+        self._has_model = all(ENTRIES[name].section.partition(".")[0] != "model" for name in unreadable)
 
     def __getattr__(self, name: str) -> Any:
+        if name in self._unreadable:
+            raise Unreadable(name)
+        if name in SIZES:
+            return SIZES[name](self)
         if name not in ENTRIES:
             raise AttributeError(name)
         return value_of(self.config, ENTRIES[name].key)
@@ -46,23 +42,11 @@ class Values:
         return getattr(self, name)
 
     @property
-    def scalar_rule(self) -> str:
-        """The update rule of the parameters that Muon leaves, or of all."""
-        return str(self.muon_scalar_optimizer if self.optimizer == "muon" else self.optimizer)
-
-    @property
-    def has_dense_layers(self) -> bool:
-        """Whether some layer has no experts."""
-        return not all(self.moe_layers)
-
-    @property
-    def moe_layers(self) -> tuple[bool, ...]:
-        return self.config.model.moe_layers
-
-    @property
-    def splits_sequence_by_tp(self) -> bool:
-        """Whether tensor-parallel ranks split a sequence."""
-        return self.tp > 1 and bool(self.sequence_parallel or self.has_experts)
+    def model(self) -> ModelConfig:
+        """The model section, whose sizes depend on each other."""
+        if not self._has_model:
+            raise Unreadable("model")
+        return self.config.model
 
     @property
     def sequence_parts(self) -> int:
@@ -71,38 +55,16 @@ class Values:
         return lcm(chunks, self.tp * self.cp) if self.splits_sequence_by_tp else chunks
 
     @property
-    def scheduled_lengths(self) -> tuple[int, ...]:
-        """Sequence lengths of the schedule; none where it cannot be read, which is an error of its own."""
+    def uneven_lengths(self) -> list[int]:
+        """Lengths of the schedule below seq_length that cannot be split into `sequence_parts`."""
+        if not self.step_seq_length_schedule:
+            return []
         try:
             schedule = length_schedule(self.config)
-        except ConfigError:
-            return ()
-        return tuple(schedule.sizes) if schedule else ()
-
-    @property
-    def uneven_lengths(self) -> list[int]:
-        """Those below seq_length that cannot be split into `sequence_parts`."""
-        return [length for length in self.scheduled_lengths[:-1] if length % self.sequence_parts]
-
-    @property
-    def window_layers(self) -> tuple[bool, ...]:
-        return self.config.model.window_layers
-
-    @property
-    def no_rope_layers(self) -> tuple[bool, ...]:
-        return self.config.model.no_rope_layers
-
-    @property
-    def layout_lengths(self) -> tuple[int, ...] | None:
-        """Layers of every stage, where a layout is set."""
-        text = self.pipeline_model_parallel_layout
-        return None if text is None else read_pipeline_layout(text)
-
-    @property
-    def layout_mtp_layers(self) -> int | None:
-        """Layers of multi-token prediction in the layout; None where it names none."""
-        text = self.pipeline_model_parallel_layout
-        return None if text is None else count_mtp_layers(text)
+        except ConfigError:  # of the schedule itself
+            return []
+        lengths = schedule.sizes[:-1] if schedule else ()
+        return [length for length in lengths if length % self.sequence_parts]
 
     @property
     def ranks_without_layers(self) -> list[int]:
@@ -113,26 +75,49 @@ class Values:
         return [rank for rank in range(1, self.pp - 1) if not any(lengths[rank :: self.pp])]
 
     @property
-    def counted_layers(self) -> int:
-        """Layers that are split evenly over stages, with those that embedding and head count as."""
-        return int(self.num_layers) + (0 if self.pp == 1 else sum(self.config.parallel.counted_ends))
-
-    @property
     def end_lengths(self) -> list[int]:
         """Layers of the first and of the last of several pipeline ranks, where they are set."""
         ends = (self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers)
         return [length for length in ends if length is not None and self.pp > 1]
 
-    @property
-    def stages_between(self) -> int:
-        """Stages whose length is not set."""
-        return (self.pp - len(self.end_lengths)) * (self.num_stages // self.pp)
 
-    @property
-    def layers_between(self) -> int:
-        """Layers left for the stages whose length is not set."""
-        return int(self.num_layers) - sum(self.end_lengths)
-
+SIZES: dict[str, Callable[[Values], Any]] = {
+    "tp": lambda v: v.tensor_model_parallel_size,
+    "cp": lambda v: v.context_parallel_size,
+    "pp": lambda v: v.pipeline_model_parallel_size,
+    "ep": lambda v: v.expert_model_parallel_size,
+    "etp": lambda v: v.expert_tensor_parallel_size or v.tp,
+    # settings of stages without effect on one rank are an error of their own (unused.py)
+    "num_stages": lambda v: 1 if v.pp == 1 else v.pp * v.num_virtual_stages_per_pipeline_rank,
+    "has_experts": lambda v: v.num_experts is not None,
+    "num_groups": lambda v: v.moe_router_num_groups or 1,
+    "group_topk": lambda v: v.moe_router_group_topk or 1,
+    "experts_per_group": lambda v: (v.num_experts or 0) // v.num_groups,
+    "head_dim": lambda v: v.model.head_dim,
+    "query_groups": lambda v: v.model.query_groups,
+    "has_rope": lambda v: v.model.has_rope,
+    "rotary_dim": lambda v: v.model.rotary_dim,
+    "ffn_size": lambda v: v.model.ffn_size,
+    "moe_ffn_size": lambda v: v.model.moe_ffn_size,
+    # 0 without a tokenizer yet: checked again once its size is known (`open_inputs`)
+    "vocab_rows": lambda v: 0 if v.vocab_size is None else v.model.padded_vocab_size,
+    "moe_layers": lambda v: v.model.moe_layers,
+    "window_layers": lambda v: v.model.window_layers,
+    "no_rope_layers": lambda v: v.model.no_rope_layers,
+    "has_dense_layers": lambda v: not all(v.moe_layers),
+    "recomputed_modules": lambda v: v.recompute_granularity and v.config.memory.recomputed_modules or (),
+    "splits_sequence_by_tp": lambda v: v.tp > 1 and bool(v.sequence_parallel or v.has_experts),
+    # layers of every stage, and layers of multi-token prediction, in the layout; None where there are none
+    "layout_lengths": lambda v: (text := v.pipeline_model_parallel_layout) and read_pipeline_layout(text),
+    "layout_mtp_layers": lambda v: (text := v.pipeline_model_parallel_layout) and count_mtp_layers(text),
+    # layers that are split evenly over stages, with those that embedding and head count as
+    "counted_layers": lambda v: v.num_layers + (0 if v.pp == 1 else sum(v.config.parallel.counted_ends)),
+    # stages whose length is not set, and the layers left for them
+    "stages_between": lambda v: (v.pp - len(v.end_lengths)) * (v.num_stages // v.pp),
+    "layers_between": lambda v: v.num_layers - sum(v.end_lengths),
+    # the update rule of the parameters that Muon leaves, or of all
+    "scalar_rule": lambda v: v.muon_scalar_optimizer if v.optimizer == "muon" else v.optimizer,
+}
 
 Text = str | Callable[[Values], str]
 
@@ -141,7 +126,6 @@ Text = str | Callable[[Values], str]
 class Rule:
     """Values that are an error together."""
 
-    fields: str  # unique names of the fields concerned, separated by spaces
     is_broken: Callable[[Values], object]  # the predicate
     what: Text  # the fact; a template of `str.format` over `Values`, or a function of them
     why: Text  # the reason, in the same form
@@ -152,11 +136,9 @@ def check_rules(
     config: Config, rules: Iterable[Rule], *, errors: ErrorCollector, unreadable: frozenset[str] = frozenset()
 ) -> None:
     """Check every rule of a table, but those on fields that could not be read; errors are collected."""
-    values = Values(config)
+    values = Values(config, unreadable)
     for rule in rules:
-        if not unreadable.isdisjoint(rule.fields.split()):
-            continue
-        with errors:  # a predicate or a text may itself find a pattern of layers invalid
+        with errors, suppress(Unreadable):  # a predicate or a text may itself find a pattern of layers invalid
             if rule.is_broken(values):
                 texts = (rule.what, rule.why, rule.fix)
                 what, why, fix = (t.format_map(values) if isinstance(t, str) else t(values) for t in texts)
