@@ -11,37 +11,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nanotrain.comm.parallel_context import ParallelContext
-    from nanotrain.config.config import Config
-    from nanotrain.config.load import configure, load_config
-    from nanotrain.errors import NanotrainError
-    from nanotrain.inference.checkpoint import load_checkpoint
-    from nanotrain.sharded_module import ShardedModule
-    from nanotrain.topology.topology import Topology
-    from nanotrain.train.main import pretrain
+    from nanotrain.comm.parallel_context import ParallelContext as ParallelContext
+    from nanotrain.config.config import Config as Config
+    from nanotrain.config.load import configure as configure
+    from nanotrain.config.load import load_config as load_config
+    from nanotrain.errors import NanotrainError as NanotrainError
+    from nanotrain.inference.checkpoint import load_checkpoint as load_checkpoint
+    from nanotrain.topology.topology import Topology as Topology
+    from nanotrain.train.main import pretrain as pretrain
 
 MODULES = {
     "Config": "nanotrain.config.config",
     "NanotrainError": "nanotrain.errors",
     "ParallelContext": "nanotrain.comm.parallel_context",
-    "ShardedModule": "nanotrain.sharded_module",
     "Topology": "nanotrain.topology.topology",
     "configure": "nanotrain.config.load",
     "load_checkpoint": "nanotrain.inference.checkpoint",
     "load_config": "nanotrain.config.load",
     "pretrain": "nanotrain.train.main",
 }
-__all__ = [
-    "Config",
-    "NanotrainError",
-    "ParallelContext",
-    "ShardedModule",
-    "Topology",
-    "configure",
-    "load_checkpoint",
-    "load_config",
-    "pretrain",
-]
+__all__ = list(MODULES)
 
 
 def __getattr__(name: str) -> Any:
@@ -53,4 +42,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """The public names."""
-    return list(__all__)
+    return __all__

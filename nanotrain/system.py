@@ -252,10 +252,10 @@ def usable_cores() -> int:
     return min(cores, core_limit() or cores)
 
 
-def cores_per_rank() -> int:
-    """The cores of this process, shared by the ranks of the machine (LOCAL_WORLD_SIZE of torchrun); at least 1."""
+def cores_per_rank(num_ranks: int | None = None) -> int:
+    """The cores of this process, shared by the ranks of the machine (torchrun's LOCAL_WORLD_SIZE); at least 1."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, usable_cores() // (int(ranks) or 1)) if ranks.isdecimal() else usable_cores()
+    return max(1, usable_cores() // (num_ranks or (int(ranks) if ranks.isdecimal() else 1) or 1))
 
 
 def core_limit() -> int | None:

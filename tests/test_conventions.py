@@ -115,7 +115,9 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
     "tokenizers as transformers encodes": (
         "tests/data/test_tokenizer.py::test_stored_truncation_and_padding_are_ignored",
     ),
-    "lone surrogates": ("tests/cli/test_prepare.py::test_a_lone_surrogate_does_not_stop_the_training_of_a_tokenizer",),
+    "lone surrogates": (
+        "tests/prepare/test_corpus.py::test_a_lone_surrogate_does_not_stop_the_training_of_a_tokenizer",
+    ),
     "patterns of layers (Megatron-LM)": ("tests/config/test_pattern.py::test_a_pattern_is_lists_joined_and_repeated",),
     "unbroken runs of characters": (
         "tests/prepare/test_bpe.py::test_an_unbroken_run_of_characters_is_trained_on_in_parts",

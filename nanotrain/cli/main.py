@@ -41,24 +41,6 @@ from nanotrain.system import require_folders, run_program
 RUNS = argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder; several are compared")
 CONFIG_FLAGS = "any configuration flag may follow, for example --tensor-model-parallel-size 2"
 
-# bash divides words at `=`, so in `+config=ti` the current word is `ti`.
-COMPLETION = """_nanotrain() {{
-  local current=${{COMP_WORDS[COMP_CWORD]}} command=${{COMP_WORDS[1]}} words=
-  local line=${{COMP_LINE:0:COMP_POINT}}
-  if [[ $line =~ config=[^\\ ]*$ ]]; then
-    current=${{line##*config=}}; words="{recipes}"
-  elif ((COMP_CWORD == 1)); then
-    words="{commands} --help --version"
-  elif [[ $command == checkpoint ]] && ((COMP_CWORD == 2)); then
-    words="{checkpoint}"
-  elif [[ $current == -* && $command =~ ^(train|sweep|parity|topology|evaluate|config)$ ]]; then
-    words="{flags}"
-  elif [[ $current == +* ]]; then
-    words="+config="; compopt -o nospace 2> /dev/null
-  fi
-  COMPREPLY=($(compgen -W "$words" -- "$current"))
-}}
-complete -o default -o bashdefault -F _nanotrain nanotrain"""
 ZSH = "autoload -U +X compinit bashcompinit && compinit && bashcompinit"
 
 
@@ -74,12 +56,12 @@ def train(argv: Sequence[str]) -> int:
 
 def prepare(argv: Sequence[str]) -> int:
     """Tokenize text into token files (.bin/.idx) for --data-path."""
-    from nanotrain.cli.prepare import run
-    from nanotrain.prepare.options import PREPROCESS_DATA, add_arguments
+    from nanotrain.prepare.corpus import prepare_corpus
+    from nanotrain.prepare.options import PREPROCESS_DATA, PrepareOptions, add_arguments
 
     parser = CommandParser("prepare", prepare, elsewhere=PREPROCESS_DATA)
     add_arguments(parser)
-    run(parser.parse_args(argv))
+    prepare_corpus(PrepareOptions.from_args(parser.parse_args(argv)))
     return 0
 
 
@@ -254,15 +236,16 @@ def completion(argv: Sequence[str]) -> int:
     shell = CommandParser("completion", completion, shells).parse_args(argv).shell
     from nanotrain.config.compose import config_dir, names_in  # Hydra takes 0.2 s
 
-    if shell == "zsh":
-        print(ZSH)
-    script = COMPLETION.format(
-        recipes=" ".join(names_in("config", [config_dir()])),
-        commands=" ".join(COMMANDS),
-        checkpoint=" ".join(CHECKPOINT_COMMANDS),
-        flags=" ".join(sorted({*FLAGS, *NEGATIONS, *ALIASES, "--nproc-per-node"})),
-    )
-    print(script)
+    names = {
+        "recipes": names_in("config", [config_dir()]),
+        "commands": COMMANDS,
+        "checkpoint": CHECKPOINT_COMMANDS,
+        "flags": sorted({*FLAGS, *NEGATIONS, *ALIASES, "--nproc-per-node"}),
+    }
+    script = Path(__file__).with_name("completion.bash").read_text()
+    for name, words in names.items():
+        script = script.replace(f"@{name}@", " ".join(words))
+    print(f"{ZSH}\n{script}" if shell == "zsh" else script)
     return 0
 
 

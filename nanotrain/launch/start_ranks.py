@@ -29,7 +29,7 @@ from nanotrain.comm.device import memory_per_rank
 from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.quantities import count_of, describe_bytes
 from nanotrain.runs.open_files import require_open_files
-from nanotrain.system import STOPPED, handling_signals, usable_cores
+from nanotrain.system import STOPPED, cores_per_rank, handling_signals
 
 TORCH_SIGNALS = "SIGQUIT"  # torch ends the ranks
 BYTES_PER_PROCESS = 150_000_000  # measured: 160 MB are private to a process that has imported torch
@@ -62,7 +62,7 @@ def start_ranks(
     num_local = local_world_size(args.nproc_per_node)
     require_open_files(num_ranks=num_local)
     require_host_memory(num_local)
-    environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(num_local)))
+    environment.setdefault("OMP_NUM_THREADS", str(cores_per_rank(num_local)))
     with silent_logs(wanted="LOGLEVEL" in environment), passing_signals_on(environment) as stops:
         return run_ranks(args, stops)
 
@@ -175,11 +175,6 @@ def local_world_size(text: str) -> int:
     if number < 1:
         raise ConfigError(f"--nproc-per-node {text}", why="a job has at least one rank", fix="--nproc-per-node 1")
     return number
-
-
-def threads_per_rank(num_ranks: int) -> int:
-    """OpenMP threads of one rank: the cores of this process, shared by the ranks of the machine."""
-    return max(1, usable_cores() // num_ranks)
 
 
 def run_ranks(args: Namespace, stops: Sequence[int]) -> int:

@@ -2,6 +2,6 @@
 
 Holds `nanotrain prepare` and the quick-start corpus; training-time reading is in data/, which never imports this.
 
-    options -> chunks (splits the inputs) -> parts (one file per chunk, worker processes) -> cli/prepare.py (merges)
+    options -> chunks (splits the inputs) -> parts (one file per chunk, worker processes) -> corpus (merges)
     inputs, readers: chunk -> documents      token_writer: documents -> .bin/.idx      bpe, quickstart
 """

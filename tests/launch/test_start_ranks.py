@@ -77,7 +77,7 @@ def test_ranks_find_each_other_and_their_threads_and_nothing_is_printed(start, t
     program = "names = ('WORLD_SIZE', 'LOCAL_RANK', 'OMP_NUM_THREADS', 'TORCHELASTIC_RUN_ID')\n"
     program += "Path(sys.argv[1], f'rank {rank}').write_text(' '.join(os.environ[name] for name in names))"
     assert start(program) == 0
-    threads = str(launcher.threads_per_rank(2))
+    threads = str(launcher.cores_per_rank(2))
     written = [(tmp_path / f"rank {rank}").read_text().split() for rank in (0, 1)]
     assert [row[:3] for row in written] == [["2", "0", threads], ["2", "1", threads]]
     assert written[0][3] == written[1][3]

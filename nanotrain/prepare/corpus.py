@@ -8,7 +8,6 @@
 The result depends neither on the number of workers nor on interruptions.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -27,7 +26,7 @@ from nanotrain.errors import DataError
 from nanotrain.prepare.bpe import train_bpe
 from nanotrain.prepare.chunks import InputChunk, plan_chunks, streamed_dataset
 from nanotrain.prepare.inputs import load_rows
-from nanotrain.prepare.options import PrepareOptions, add_arguments
+from nanotrain.prepare.options import PrepareOptions
 from nanotrain.prepare.parts import CURE, PartJob, PrepareProgress, is_complete, open_parts, part_prefix, write_parts
 from nanotrain.prepare.readers import DocumentReader, pick_text
 from nanotrain.prepare.token_writer import TokenWriter
@@ -35,15 +34,8 @@ from nanotrain.quantities import count_of
 from nanotrain.runs.files import disk_errors, is_own, make_folder, remove_folder
 from nanotrain.runs.lock import hold_lock
 
-__all__ = ["add_arguments", "prepare_corpus", "run"]
-
 _STREAMED_ROWS = 256  # rows per chunk of a stream
 _BPE_TRAINING_BYTES = 512 << 20  # maximum text that a BPE is trained on
-
-
-def run(args: argparse.Namespace) -> None:
-    """Run `nanotrain prepare` with parsed arguments."""
-    prepare_corpus(PrepareOptions.from_args(args))
 
 
 def prepare_corpus(options: PrepareOptions) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanotrain.cli import prepare
 from nanotrain.data.corpus_info import CorpusInfo, read_info, recorded_tokenizer, write_info
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from nanotrain.errors import DataError, EnvironmentFault
+from nanotrain.prepare import corpus as prepare
 from nanotrain.prepare import parts
 from tests.runs.test_metrics_file import file_size_limit
 
@@ -26,7 +26,7 @@ TEXTS = [f"document {i} {'word ' * (i % 50)}" for i in range(400)]
 # `nanotrain prepare` that is killed once two parts are there and its worker is at the next one.
 DRIVER = """
 import argparse, os, signal
-from nanotrain.cli import prepare
+from nanotrain.prepare import corpus as prepare
 from nanotrain.prepare import chunks
 chunks._MIN_BYTES = 2000
 write_parts = prepare.write_parts
