@@ -10,7 +10,7 @@ A conversion is an exact function of the configuration and the text of a value; 
 fields that were set.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -66,11 +66,11 @@ class MegatronTable:
 def megatron() -> MegatronTable:
     """The table, read once."""
     table = read_table("megatron")
-    flags, patterns = rows_of(table, saves=table["saves"]), rows_of(table["patterns"])
-    return MegatronTable(flags, patterns, **{key: table[key] for key in ("defaults", "required", "shaping")})
+    rest = {key: table[key] for key in ("defaults", "required", "shaping")}
+    return MegatronTable(rows_of(table), rows_of(table["patterns"]), **rest)
 
 
-def rows_of(table: Mapping[str, Any], *, saves: Collection[str] = ()) -> dict[str, MegatronFlag]:
+def rows_of(table: Mapping[str, Any]) -> dict[str, MegatronFlag]:
     """The rows of a table, by flag.
 
     >>> rows_of({"always": {"--exit-signal {SIGTERM,15}": "SIGTERM saves"}})["--exit-signal"].accepts
@@ -84,7 +84,6 @@ def rows_of(table: Mapping[str, Any], *, saves: Collection[str] = ()) -> dict[st
                 kind,
                 arity={"": 0, "VALUES": MANY}.get(values, 1),
                 accepts=tuple(values[1:-1].split(",")) if values.startswith("{") else (),
-                saves=flag in saves,
                 **(row if isinstance(row, dict) else {"meaning": row}),
             )
     return rows
