@@ -78,8 +78,12 @@ class AttentionCall:
     kernel: AttentionKernel
     spans: Spans  # of full sequences
     queries: range  # their positions
-    keys: range  # from 0 to the last query
     device: torch.device
+
+    @property
+    def keys(self) -> range:
+        """The positions of the keys, from 0 to the last query."""
+        return range(self.queries.stop)
 
     @cached_property
     def is_causal(self) -> bool:

@@ -149,13 +149,11 @@ class SDPAttention:
         self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None
     ) -> AttentionCall | None:
         """The call; None for plain causal attention, which compiled code can contain."""
-        length, device = tokens.shape[1], tokens.device
-        kernel, positions = self.kernels.of(window), range(length)
+        kernel = self.kernels.of(window)
         if segment_ids is None and window is None and isinstance(kernel, SdpaKernel):
             return None
-        return AttentionCall(
-            kernel, Spans.of(segment_ids, length=length, window=window), positions, positions, device=device
-        )
+        spans = Spans.of(segment_ids, length=tokens.shape[1], window=window)
+        return AttentionCall(kernel, spans, range(tokens.shape[1]), tokens.device)
 
     def __call__(
         self,
@@ -170,11 +168,6 @@ class SDPAttention:
         kernel = self.kernels.full
         if mask is None and scores is None and isinstance(kernel, SdpaKernel):
             return kernel.attend(query, key=key, value=value)
-        call = mask or AttentionCall(
-            kernel,
-            Spans.of(None, length=query.shape[1]),
-            range(query.shape[1]),
-            range(key.shape[1]),
-            device=query.device,
-        )
+        length = query.shape[1]
+        call = mask or AttentionCall(kernel, Spans.of(None, length=length), range(length), query.device)
         return call(query, key=key, value=value, scores=scores)

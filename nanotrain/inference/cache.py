@@ -77,9 +77,7 @@ class KVCache:
             first_in_window = queries - (len(queries) if window is None else window)
             first_keys = np.minimum(np.maximum(self._padding, first_in_window), queries)
             new = range(self._num_read, len(queries))
-            self._calls[window] = AttentionCall(
-                DenseKernel(), Spans(first_keys), new, range(len(queries)), device=device
-            )
+            self._calls[window] = AttentionCall(DenseKernel(), Spans(first_keys), new, device)
         return self._calls[window]
 
     def store(self, buffer: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:

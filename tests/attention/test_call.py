@@ -18,7 +18,7 @@ LATE = range(12, 24)  # queries of the second half
 
 
 def call_of(kernel, segment_ids=None) -> AttentionCall:
-    return AttentionCall(kernel, Spans.of(segment_ids, length=24), LATE, range(24), device=torch.device("cpu"))
+    return AttentionCall(kernel, Spans.of(segment_ids, length=24), LATE, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("segment_ids", [None, segments(SHAPE)], ids=["causal", "documents"])

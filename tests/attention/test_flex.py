@@ -20,9 +20,7 @@ SHAPE = Shape(heads=4, groups=2, length=48, head_dim=16, value_head_dim=16)
 
 def call_of(ids, window, *, start=0, kernel=None) -> AttentionCall:
     spans = Spans.of(ids, length=SHAPE.length, window=window)
-    return AttentionCall(
-        kernel or FlexKernel(), spans, range(start, start + 24), range(start + 24), torch.device("cpu")
-    )
+    return AttentionCall(kernel or FlexKernel(), spans, range(start, start + 24), torch.device("cpu"))
 
 
 @given(st.lists(st.integers(1, 47), max_size=5), st.none() | st.integers(0, 20), st.sampled_from([0, 24]))
@@ -71,7 +69,7 @@ def test_output_and_gradients_are_those_of_tiles(window, start, monkeypatch):
 
 def test_a_block_with_padded_keys_is_never_full_and_torch_gets_whole_blocks():
     spans = Spans.of(None, length=200)
-    call = AttentionCall(FlexKernel(), spans, range(199, 200), range(200), torch.device("cpu"))
+    call = AttentionCall(FlexKernel(), spans, range(199, 200), torch.device("cpu"))
     partial, full = plan_blocks(call)  # the query attends to all keys, of which the second block has 72
     assert full.tolist() == [[[True, False]]] and partial.tolist() == [[[False, True]]]
     mask = build_block_mask(call)

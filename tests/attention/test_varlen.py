@@ -57,7 +57,7 @@ def test_a_chunk_of_queries_has_the_keys_of_its_documents(window):
     expected = run_dense(inputs, full_mask(ids, length=SHAPE.length, window=window)).out
     spans = Spans.of(ids, length=SHAPE.length, window=window)
     for start in range(0, SHAPE.length, 6):
-        call = AttentionCall(VarlenKernel(), spans, range(start, start + 6), range(start + 6), torch.device("cpu"))
+        call = AttentionCall(VarlenKernel(), spans, range(start, start + 6), torch.device("cpu"))
         keys, values = (x[:, : start + 6] for x in (inputs.key, inputs.value))
         out = call(inputs.query[:, start : start + 6], key=keys, value=values)
         torch.testing.assert_close(out, expected[:, start : start + 6], rtol=1e-12, atol=1e-12)

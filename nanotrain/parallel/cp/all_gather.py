@@ -40,16 +40,8 @@ class AllGatherAttention:
         """One call per local chunk."""
         size = tokens.shape[1] // 2
         spans = Spans.of(segment_ids, length=2 * self.group.size * size, window=window)
-        return tuple(
-            AttentionCall(
-                self.kernels.of(window),
-                spans,
-                range(chunk * size, (chunk + 1) * size),
-                range((chunk + 1) * size),
-                device=tokens.device,
-            )
-            for chunk in self.chunks
-        )
+        kernel, chunks = self.kernels.of(window), [range(chunk * size, (chunk + 1) * size) for chunk in self.chunks]
+        return tuple(AttentionCall(kernel, spans, chunk, tokens.device) for chunk in chunks)
 
     def __call__(
         self,

@@ -11,8 +11,8 @@ every rank, and only step 0 needs a mask:
     backward    cp - 1 send-receives of keys and values, and cp of their gradients, which are accumulated in fp32 one
                 step behind and end on the rank of their keys
 
-    RingStep, plan_ring   the order of computation of a rank (pure)
-    RingAttention         the core attention; _Ring: its forward and backward
+    plan_ring       the order of computation of a rank (pure)
+    RingAttention   the core attention; _Ring: its forward and backward
 
 Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", section 3. Zigzag: Brandon et al., "Striped
 Attention", with chunks instead of single tokens.
@@ -21,7 +21,7 @@ Attention", with chunks instead of single tokens.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,25 +37,19 @@ from nanotrain.comm.work import Work
 from nanotrain.parallel.cp.split import stack_shards, zigzag_chunks
 
 
-@dataclass(frozen=True)
-class RingStep:
-    """Attention of the local `queries` to the `keys` of rank `source`, as slices of the L local positions of each."""
+def plan_ring(index: int, size: int, *, length: int) -> list[tuple[int, Tile]]:
+    """The steps of rank `index` with `length` local positions (L), in the order in which keys are received.
 
-    source: int
-    queries: slice
-    keys: slice
-    is_causal: bool
-
-
-def plan_ring(index: int, size: int, *, length: int) -> tuple[RingStep, ...]:
-    """The steps of rank `index` with `length` local positions (L), in the order in which keys are received."""
-    both, first, second = slice(0, length), slice(0, length // 2), slice(length // 2, length)
-    steps = [RingStep(index, both, both, is_causal=True)]
+    Returns:
+        the rank of the keys, and the attention of local queries to them.
+    """
+    samples, both, first, second = slice(None), slice(0, length), slice(0, length // 2), slice(length // 2, length)
+    steps = [(index, Tile(samples, both, both, is_causal=True))]
     for distance in range(1, size):
         source = (index - distance) % size
         queries, keys = (both, first) if source < index else (second, both)
-        steps.append(RingStep(source, queries, keys, is_causal=False))
-    return tuple(steps)
+        steps.append((source, Tile(samples, queries, keys, is_first=False)))
+    return steps
 
 
 class RingAttention:
@@ -72,17 +66,13 @@ class RingAttention:
         length, index, size = local * self.group.size, self.group.index, self.group.size
         positions = torch.arange(length, device=tokens.device)[None]
         of_ranks = stack_shards(positions, size=size)[:, 0]  # [cp, L]
-        spans = None if segment_ids is None and window is None else Spans.of(segment_ids, length=length, window=window)
-        plans = []
-        for step in plan_ring(index, size, length=local):
-            queries, keys = of_ranks[index], of_ranks[step.source]
-            if spans is None:
-                tile = Tile(
-                    slice(None), step.queries, step.keys, is_causal=step.is_causal, is_first=step.source == index
-                )
+        spans, plans = Spans.of(segment_ids, length=length, window=window), []
+        for source, tile in plan_ring(index, size, length=local):
+            queries, keys = of_ranks[index], of_ranks[source]
+            if segment_ids is None and window is None:
                 plans.append(TilePlan((tile,), queries, keys))
             else:
-                pairs = _chunk_pairs(index, step.source, size=size, chunk=local // 2)
+                pairs = _chunk_pairs(index, source, size=size, chunk=local // 2)
                 plans.append(plan_chunks(spans, pairs, queries=queries, keys=keys))
         return tuple(plans)
 
@@ -118,14 +108,7 @@ def _chunk_pairs(index: int, source: int, *, size: int, chunk: int) -> list[tupl
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sink: Tensor | None,
-        *rest: Any,
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, *rest: Any) -> Tensor:
         plans, group, scores = rest
         turned = query.transpose(1, 2)
         total: AttentionResult | None = None

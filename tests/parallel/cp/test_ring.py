@@ -21,10 +21,10 @@ def test_the_steps_of_all_ranks_cover_the_causal_triangle_once(size, chunk):
     positions = [local_positions(size * length, index=index, size=size) for index in range(size)]
     count = torch.zeros(size * length, size * length, dtype=torch.int64)
     for index in range(size):
-        for step in plan_ring(index, size, length=length):
-            queries, keys = positions[index][step.queries], positions[step.source][step.keys]
+        for source, tile in plan_ring(index, size, length=length):
+            queries, keys = positions[index][tile.queries], positions[source][tile.keys]
             pairs = torch.ones(len(queries), len(keys), dtype=torch.int64)
-            count[queries[:, None], keys] += pairs.tril() if step.is_causal else pairs
+            count[queries[:, None], keys] += pairs.tril() if tile.is_causal else pairs
     assert torch.equal(count, torch.ones_like(count).tril())
 
 
@@ -32,8 +32,8 @@ def test_the_steps_of_all_ranks_cover_the_causal_triangle_once(size, chunk):
 def test_steps_cost_the_same_and_sources_come_in_ring_order(size):
     for index in range(size):
         steps = plan_ring(index, size, length=4)
-        assert [step.source for step in steps] == [(index - distance) % size for distance in range(size)]
-        costs = {(step.queries.stop - step.queries.start) * (step.keys.stop - step.keys.start) for step in steps[1:]}
+        assert [source for source, _ in steps] == [(index - distance) % size for distance in range(size)]
+        costs = {(tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start) for _, tile in steps[1:]}
         assert costs == {8}
 
 
