@@ -34,8 +34,7 @@ from nanotrain.errors import NanotrainError, report
 from nanotrain.optim.state import host_fraction, ranges_to_save, split_shard
 from nanotrain.optim.stored import num_scales
 from nanotrain.parallel.dp.layout import clip_ranges
-from nanotrain.precision.dtypes import DTYPE_NAMES, TORCH_DTYPES
-from nanotrain.precision.policy import Precision
+from nanotrain.precision.dtypes import DTYPE_NAMES, TORCH_DTYPES, Precision
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.params import ParamSpec

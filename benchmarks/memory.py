@@ -52,16 +52,15 @@ from nanotrain.config.config import (
 )
 from nanotrain.data.batch import Batch
 from nanotrain.model.context import BatchContext
-from nanotrain.model.init import initialize
+from nanotrain.model.parameters import initialize
 from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups
 from nanotrain.parallel.dp.stores import GradPool, OwnMemory
-from nanotrain.precision.dtypes import DTYPE_NAMES
+from nanotrain.precision.dtypes import DTYPE_NAMES, Precision
 from nanotrain.precision.loss_scale import LossScale
-from nanotrain.precision.policy import Precision
 from nanotrain.topology.topology import Topology
 
 # Odd widths, several buckets, learned positions (rotary tables would be counted as gradients).

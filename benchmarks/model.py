@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from nanotrain.config.config import ModelConfig
 from nanotrain.data.batch import Batch
 from nanotrain.model.context import BatchContext
-from nanotrain.model.init import initialize
+from nanotrain.model.parameters import initialize
 from nanotrain.model.transformer import Stage, build_stage
 
 DTYPES = ("fp32", "bf16")

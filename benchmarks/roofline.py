@@ -48,8 +48,7 @@ from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.parallel.pp.schedules import build_schedule
 from nanotrain.parallel.pp.simulate import simulate
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
-from nanotrain.precision.dtypes import TORCH_DTYPES
-from nanotrain.precision.policy import Precision
+from nanotrain.precision.dtypes import TORCH_DTYPES, Precision
 from nanotrain.spec.counts import peak_flops
 from nanotrain.topology.groups import GroupSpec
 from nanotrain.topology.topology import Topology

@@ -13,7 +13,7 @@ from nanotrain.config.config import Activation, ModelConfig, Normalization, Posi
 from nanotrain.data.batch import Batch
 from nanotrain.inference.generate import Sampling, generate
 from nanotrain.model.context import BatchContext
-from nanotrain.model.init import initialize
+from nanotrain.model.parameters import initialize
 from nanotrain.model.transformer import build_stage
 from nanotrain.spec.counts import flops_per_token, num_parameters
 from nanotrain.spec.shape import ModelShape

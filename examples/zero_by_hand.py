@@ -18,7 +18,7 @@ from nanotrain.config.config import ParallelConfig, ShardingStrategy
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups
-from nanotrain.precision.policy import Precision
+from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.params import LocalParam, Normal, ParamSpec
 from nanotrain.topology.topology import Topology
 

@@ -27,8 +27,8 @@ from nanotrain.optim.distributed import DistributedOptimizer, Update
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import plan_layout
 from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups, layout_rules
+from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.loss_scale import LossScale
-from nanotrain.precision.policy import Precision
 from nanotrain.quantities import count_of
 from nanotrain.spec.params import Constant, LocalParam, ParamSpec
 

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from nanotrain.comm.autograd import concat_along, eager, split_along
 from nanotrain.comm.group import Group
 from nanotrain.config.config import ModelConfig
-from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Options
+from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Options, expert_fp8_options
 from nanotrain.model.activations import ACTIVATIONS, Glu
 from nanotrain.model.context import LayerContext
 from nanotrain.model.dropout import HiddenDropout
-from nanotrain.model.fp8 import expert_fp8_options
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.router import Router

@@ -1,12 +1,25 @@
-"""`Parameters`: the declared parameters of a module and its submodules, by relative name."""
+"""Parameters of a stage: declared, created without storage, and initialized.
 
-from collections.abc import Mapping, Sequence
+    Parameters   the declared parameters of a module and its submodules, by relative name
+    initialize   initial weights, a function of (seed, name, global shape) and the index of an element
+
+A matrix is generated in blocks of rows, each from its own generator. A rank generates only the blocks that overlap its
+box, and gets the same bits in every topology.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanotrain.precision.dtypes import TORCH_DTYPES
-from nanotrain.spec.params import LocalParam
+from nanotrain.spec.boxes import Box
+from nanotrain.spec.params import LocalParam, Normal, ParamSpec
+
+# Elements per block. Another number gives other weights for the same seed.
+BLOCK_ELEMENTS = 2**20
 
 
 class Parameters:
@@ -47,3 +60,47 @@ class Parameters:
 
 def _meta_parameter(local: LocalParam) -> nn.Parameter:
     return nn.Parameter(torch.empty(local.box.shape, dtype=TORCH_DTYPES[local.spec.dtype], device="meta"))
+
+
+def initialize(stage: nn.Module, params: Iterable[LocalParam], *, seed: int) -> None:
+    """Initialize the parameters of a stage in place.
+
+    Args:
+        stage: its parameters have storage (they may be views of a flat buffer).
+        params: the parameters to initialize, any subset of the stage's.
+        seed: of the run.
+    """
+    parameters = dict(stage.named_parameters())
+    for local in params:
+        spec, target = local.spec, parameters[local.spec.name].data
+        if isinstance(spec.init, Normal):
+            fill_normal(target, spec, box=local.box, seed=seed, std=spec.init.std)
+        else:
+            target.fill_(spec.init.value)
+
+
+def fill_normal(target: Tensor, spec: ParamSpec, *, box: Box, seed: int, std: float) -> None:
+    """Fill a box of a parameter with normal initial values.
+
+    Args:
+        target: tensor of the box's shape, any dtype or device; filled in place.
+        spec: the global parameter.
+        box: the box of `target` in it.
+        seed: of the run.
+        std: standard deviation.
+    """
+    num_rows, row_shape = spec.shape[0], spec.shape[1:]
+    block_rows = max(1, BLOCK_ELEMENTS // max(1, math.prod(row_shape)))
+    first, last = box.start[0], box.stop[0]
+    for start in range(first - first % block_rows, last, block_rows):
+        stop = min(start + block_rows, num_rows)
+        generator = torch.Generator().manual_seed(_block_seed(seed, spec, start_row=start))
+        block = torch.empty((stop - start, *row_shape)).normal_(0.0, std, generator=generator)
+        low, high = max(start, first), min(stop, last)
+        columns = tuple(slice(a, b) for a, b in zip(box.start[1:], box.stop[1:], strict=True))
+        target[low - first : high - first].copy_(block[(slice(low - start, high - start), *columns)])
+
+
+def _block_seed(seed: int, spec: ParamSpec, *, start_row: int) -> int:
+    identity = f"{seed}/{spec.name}/{'x'.join(map(str, spec.shape))}/{start_row}"
+    return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little") >> 1

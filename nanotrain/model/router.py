@@ -5,28 +5,41 @@
     topk_ids      the K experts with the highest score + bias, within the best groups where there are groups. Softmax
                   scores that are not the weights (no pre-softmax) are compared by their logits, as in Megatron-LM
     topk_weights  factors of the expert outputs; never changed by the bias
-    losses        load balance and z-loss, attached to the weights (router_loss.py)
-    capacity      pairs beyond the capacity of an expert are dropped (capacity.py)
+    losses        balance_loss and z_loss, attached to the weights (Megatron-LM's MoEAuxLossAutoScaler)
+    capacity      pairs beyond the most tokens of a sequence that an expert takes are dropped
     stats         counts for the metrics and for the bias (router_stats.py)
 
-Sources: DeepSeek-V3 (2024), section 2.1.2, for sigmoid scores, groups and bias; Shazeer et al. 2017 for top-k.
+**Balance.** The T tokens of a loss are those of a sequence (seq_aux_loss), of a microbatch (aux_loss), or of a
+microbatch of all ranks, with the mean tokens_per_expert of the microbatches so far (global_aux_loss); 1 is perfect
+balance. Each rank differentiates the share of its own tokens, so the sum over ranks does not depend on how the tokens
+are sharded. The tokens of an expert are those with it among their K highest scores: neither bias nor groups count,
+which balance by other means (DeepSeek-V3, equation 18; Megatron-LM, `compute_routing_scores_for_aux_loss`).
 
-    B batch   S tokens of a sequence on this rank   H hidden   E experts   K experts per token
+**Capacity.** An expert keeps the tokens of a sequence with the highest weights for it; ties go to the earlier position.
+Ranks that share a sequence gather its routing first, so the result does not depend on the sharding.
+
+Sources: DeepSeek-V3 (2024), section 2.1.2, for sigmoid scores, groups and bias, equations 17-20 for losses per
+sequence; Shazeer et al. 2017 for top-k; Fedus et al. 2021 (Switch), section 2.2, for the loss, over the global batch as
+in Qiu et al. 2025, "Demons in the Detail"; Zoph et al. 2022 (ST-MoE), equation 5, for the z-loss.
+
+    B batch   S tokens of a sequence on this rank   L all tokens of a sequence   H hidden   E experts
+    K experts per token
 """
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
-from nanotrain.comm.collectives import all_reduce
+from nanotrain.comm.collectives import all_gather_into, all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.config.config import LoadBalancing, MoEConfig, RouterScore
 from nanotrain.memory.recompute import Recompute
-from nanotrain.model.capacity import drop_over_capacity, expert_capacity
 from nanotrain.model.context import LayerContext
-from nanotrain.model.router_loss import attach_loss, balance_loss, count_tokens, z_loss
 from nanotrain.model.router_stats import RouterStats, StatefulModule
 from nanotrain.parallel.ep.token_dispatcher import Routing
 
@@ -211,3 +224,108 @@ SCORES: dict[RouterScore, Callable[[Tensor], Tensor]] = {
     RouterScore.softmax: lambda logits: logits.softmax(dim=-1),
     RouterScore.sigmoid: torch.sigmoid,
 }
+
+
+def count_tokens(topk_ids: Tensor, *, num_experts: int, sequence: Group) -> Tensor:
+    """Tokens of every expert in each sequence.
+
+    Args:
+        topk_ids: [B, S, K] int64, the experts with the highest scores, without bias, groups and capacity.
+        num_experts: E.
+        sequence: the ranks that hold the tokens of one sequence.
+
+    Returns:
+        [B, E] fp32.
+    """
+    ids = topk_ids.flatten(1)
+    counts = torch.zeros(len(ids), num_experts, device=ids.device)
+    counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=counts.dtype))
+    all_reduce(counts, sequence)
+    return counts
+
+
+def balance_loss(probabilities: Tensor, tokens_per_expert: Tensor, *, topk: int, num_tokens: int | Tensor) -> Tensor:
+    """The contribution of these tokens to a load-balancing loss, summed over sequences.
+
+    Args:
+        probabilities: [B, S, E] fp32, summing to one per token.
+        tokens_per_expert: [B, E] of every sequence, or [1, E] of all tokens that the loss is over.
+        topk: K.
+        num_tokens: T.
+    """
+    num_experts = probabilities.shape[-1]
+    return (tokens_per_expert * probabilities.sum(dim=1)).sum() * (num_experts / (topk * num_tokens**2))
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """The sum over this rank's tokens of logsumexp(logits)^2; [B, S, E] fp32 -> scalar."""
+    return logits.logsumexp(dim=-1).square().sum()
+
+
+def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """`x` unchanged; its backward pass also differentiates `loss`, with factor one."""
+    attached: Tensor = _AttachLoss.apply(x, loss)
+    return attached
+
+
+class _AttachLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return grads[0], torch.ones_like(loss)
+
+
+def expert_capacity(moe: MoEConfig, length: int) -> int:
+    """Tokens of a sequence that an expert takes: an even share times the capacity factor, rounded up.
+
+    >>> expert_capacity(MoEConfig(num_experts=8, router_topk=2, expert_capacity_factor=1.25), 64)
+    20
+    """
+    assert moe.num_experts is not None and moe.expert_capacity_factor is not None
+    return min(length, math.ceil(moe.expert_capacity_factor * length * moe.router_topk / moe.num_experts))
+
+
+def drop_over_capacity(
+    routing: Routing, *, num_experts: int, capacity: int, positions: Tensor, sequence: Group
+) -> Tensor:
+    """Mark the pairs beyond the capacity of their expert.
+
+    Args:
+        routing: topk_ids and topk_weights, [B, S, K].
+        num_experts: E.
+        capacity: tokens of a sequence that an expert takes.
+        positions: [S] int64, of this rank's tokens in their sequence.
+        sequence: the ranks that hold the tokens of one sequence.
+
+    Returns:
+        [B, S, K] int64: the experts, with E for dropped pairs.
+    """
+    gathered, gathered_positions = _gather_sequence(routing, positions, sequence=sequence)
+    batch, length, _ = gathered.topk_ids.shape
+    # The weight of every token for every expert, by position; -1 where the token does not choose the expert.
+    weights = gathered.topk_weights.new_full((batch, length, num_experts), -1.0)
+    rows = gathered_positions[:, None].expand_as(gathered.topk_ids[0])
+    weights[torch.arange(batch, device=rows.device)[:, None, None], rows, gathered.topk_ids] = gathered.topk_weights
+    best = weights.argsort(dim=1, descending=True, stable=True)[:, :capacity]
+    is_kept = torch.zeros_like(weights, dtype=torch.bool).scatter_(1, best, True)
+    return routing.topk_ids.masked_fill(~is_kept[:, positions].gather(2, routing.topk_ids), num_experts)
+
+
+def _gather_sequence(routing: Routing, positions: Tensor, *, sequence: Group) -> tuple[Routing, Tensor]:
+    """The routing of full sequences [B, L, K] and their positions [L], in any order.
+
+    One collective: ids and positions are packed beside the bits of the weights.
+    """
+    batch, _, topk = routing.topk_ids.shape
+    columns = positions.to(torch.int32)[None, :, None].expand(batch, -1, 1)
+    weight_bits = routing.topk_weights.contiguous().view(torch.int32)
+    packed = torch.cat([routing.topk_ids.to(torch.int32), weight_bits, columns], dim=-1)
+    gathered = packed.new_empty((sequence.size, *packed.shape))
+    all_gather_into(gathered, packed, group=sequence)
+    ids, weights, columns = rearrange(gathered, "r b s c -> b (r s) c").split([topk, topk, 1], dim=-1)
+    return Routing(ids.long(), weights.contiguous().view(torch.float32)), columns[0, :, 0].long()

@@ -33,8 +33,8 @@ from nanotrain.optim.rule import UpdateRule, UpdateStep
 from nanotrain.optim.state import BucketState, PartState, WeightAverage
 from nanotrain.optim.stored import StoredTensor
 from nanotrain.parallel.dp.data_parallel import DataParallel
+from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.loss_scale import LossScale
-from nanotrain.precision.policy import Precision
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.topology.groups import GroupName
 

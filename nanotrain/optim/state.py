@@ -33,7 +33,7 @@ from nanotrain.optim.stored import SCALE_BLOCK, StoredTensor, stored_bytes
 from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import FlatRange, clip_ranges
-from nanotrain.precision.policy import Precision
+from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.boxes import TensorBox
 
 CHUNK_NUMEL = 1024 * SCALE_BLOCK  # elements that are converted to fp32 at once: 8 MiB per tensor

@@ -1,6 +1,14 @@
-"""The table of dtypes: name in configurations and manifests, torch dtype, name in safetensors headers."""
+"""Dtypes: their table, and the precision policy.
+
+TORCH_DTYPES, DTYPE_NAMES, SAFETENSORS_NAMES   name in configurations, torch dtype, name in safetensors headers
+Precision                                      the dtypes of parameters, gradients, main params, optimizer state
+"""
+
+from dataclasses import dataclass
 
 import torch
+
+from nanotrain.config.config import PrecisionConfig
 
 _ROWS = (
     ("fp64", torch.float64, "F64"),
@@ -26,3 +34,37 @@ def torch_name(name: str) -> str:
     'bfloat16'
     """
     return str(TORCH_DTYPES[name]).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a run."""
+
+    params: torch.dtype  # model params and activations
+    grads: torch.dtype = torch.float32  # gradient buffers, accumulation in them and their reduction
+    main: torch.dtype = torch.float32  # main params, which the optimizer updates
+    main_grads: torch.dtype = torch.float32  # reduced gradients, which the optimizer reads
+    exp_avg: torch.dtype = torch.float32  # first moments and momentum buffers
+    exp_avg_sq: torch.dtype = torch.float32  # second moments
+
+    @classmethod
+    def of(cls, config: PrecisionConfig) -> "Precision":
+        """The dtypes of a `precision` config section."""
+        params = TORCH_DTYPES[config.params_dtype.value]
+        return cls(
+            params=params,
+            grads=torch.float32 if config.accumulates_grads_in_fp32 else params,
+            main_grads=TORCH_DTYPES[config.main_grads_dtype.value],
+            main=TORCH_DTYPES[config.main_params_dtype.value],
+            exp_avg=TORCH_DTYPES[config.exp_avg_dtype.value],
+            exp_avg_sq=TORCH_DTYPES[config.exp_avg_sq_dtype.value],
+        )
+
+    @property
+    def has_separate_main_params(self) -> bool:
+        """Whether main params are stored apart from model params; those of equal dtype are the same tensor."""
+        return self.params != self.main
+
+    def state_dtype(self, name: str) -> torch.dtype:
+        """The dtype in which a state tensor of an update rule is stored."""
+        return self.exp_avg_sq if name == "exp_avg_sq" else self.exp_avg

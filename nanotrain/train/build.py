@@ -27,12 +27,12 @@ from nanotrain.data.batch import Batch
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.staged import StagedDataset
 from nanotrain.kernels.deferred_wgrad import WgradQueue
+from nanotrain.kernels.fp8.layer import fp8_options, layers_in_bf16
 from nanotrain.log import get_logger
 from nanotrain.memory.block_transforms import WITHOUT_OFFLOAD, transform_blocks
 from nanotrain.memory.recompute import Recompute
-from nanotrain.model.fp8 import fp8_options, layers_in_bf16
-from nanotrain.model.init import initialize
 from nanotrain.model.parallel import ModelParallel
+from nanotrain.model.parameters import initialize
 from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.lr import LRSchedule
@@ -42,9 +42,9 @@ from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.options import DataParallelOptions, ReduceGroups
 from nanotrain.parallel.pp.executor import Pipeline, RunnableStage
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES
 from nanotrain.precision.loss_scale import LossScale
-from nanotrain.precision.policy import Precision
 from nanotrain.spec.params import LocalParam
 from nanotrain.train.batches import BatchIterator, BatchOptions
 from nanotrain.train.compile import describe_compile, with_compile

@@ -14,7 +14,7 @@ from nanotrain.config.schema import config_from_dict, to_dict
 from nanotrain.errors import CheckpointError, DataError
 from nanotrain.inference.checkpoint import export_checkpoint, load_checkpoint, load_stage, open_checkpoint
 from nanotrain.inference.generate import Sampling
-from nanotrain.model.init import initialize
+from nanotrain.model.parameters import initialize
 from nanotrain.model.router_stats import expert_biases
 from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.spec.boxes import Box, TensorBox

@@ -5,7 +5,7 @@ import torch
 
 from nanotrain.config.config import ModelConfig, MoEConfig
 from nanotrain.inference.score import log_likelihoods, rolling_windows
-from nanotrain.model.init import initialize
+from nanotrain.model.parameters import initialize
 from nanotrain.model.transformer import Stage, build_stage
 
 REQUESTS = [([1, 2, 3], [4, 5]), ([7], [8, 9, 10, 11]), ([3, 1, 4, 1, 5], [9]), ([2], [])]

@@ -8,7 +8,8 @@ import os
 import pytest
 import torch
 
-from nanotrain.kernels import triton_softmax, vocabulary_softmax
+from nanotrain.kernels import triton_softmax
+from nanotrain.parallel.tp import loss
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
@@ -21,7 +22,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}  # bf16 rounds the res
 def interpreted(monkeypatch):
     """The kernels in blocks of 16 elements, chosen for every tensor."""
     monkeypatch.setattr(triton_softmax, "BLOCK", 16)
-    monkeypatch.setattr(vocabulary_softmax, "_uses_triton", lambda logits: True)
+    monkeypatch.setattr(loss, "_uses_triton", lambda logits: True)
     return triton_softmax
 
 
@@ -39,9 +40,7 @@ def test_loss_and_gradient_of_two_shards_equal_fp64(interpreted, dtype):
         column = labels[:, None] - 37 * index
         is_local = ((column >= 0) & (column < 37)).float()
         found.append(
-            vocabulary_softmax.softmax_gradient(
-                shard, column=column.clamp(0, 36), is_local=is_local, combine=lambda _: total
-            )
+            loss.softmax_gradient(shard, column=column.clamp(0, 36), is_local=is_local, combine=lambda _: total)
         )
         assert found[-1][1].data_ptr() == shard.data_ptr(), "in place"
     torch.testing.assert_close(found[0][0] + found[1][0], log_probs.detach().float(), rtol=1e-5, atol=1e-5)

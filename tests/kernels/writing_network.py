@@ -14,7 +14,7 @@ from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, Reduc
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
 from nanotrain.parallel.tp.loss import Targets, Vocabulary, vocab_parallel_cross_entropy
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
-from nanotrain.precision.policy import Precision
+from nanotrain.precision.dtypes import Precision
 from tests.parallel.dp.toys import local_params
 from tests.parallel.tp.networks import draw
 

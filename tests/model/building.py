@@ -6,7 +6,7 @@ import torch
 
 from nanotrain.config.config import Activation, ModelConfig, Normalization, PositionEmbedding, YarnConfig
 from nanotrain.data.batch import Batch
-from nanotrain.model.init import initialize
+from nanotrain.model.parameters import initialize
 from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.spec.stages import StageSpec

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanotrain.comm.group import Group
-from nanotrain.model.router_loss import attach_loss, balance_loss, count_tokens, z_loss
+from nanotrain.model.router import attach_loss, balance_loss, count_tokens, z_loss
 from tests.harness import ranks
 
 SEQUENCE = Group.single_rank("tp_cp")

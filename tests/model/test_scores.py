@@ -7,8 +7,8 @@ import torch
 from nanotrain.config.config import ModelConfig
 from nanotrain.memory.recompute import Recompute, recompute_modules
 from nanotrain.model.context import BatchContext, LayerContext
-from nanotrain.model.init import initialize
 from nanotrain.model.parallel import ModelParallel
+from nanotrain.model.parameters import initialize
 from nanotrain.model.transformer import Stage
 from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.params import LocalParam

@@ -16,9 +16,8 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import DType, OptimConfig, ParallelConfig, PrecisionConfig
 from nanotrain.optim.distributed import ROW_NUMEL, DistributedOptimizer, clip_factor, squared_norm
 from nanotrain.parallel.dp.data_parallel import DataParallel
-from nanotrain.precision.dtypes import DTYPE_NAMES
+from nanotrain.precision.dtypes import DTYPE_NAMES, Precision
 from nanotrain.precision.loss_scale import LossScale
-from nanotrain.precision.policy import Precision
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.topology.topology import Topology
 from tests.harness import ranks, run_ranks

@@ -15,8 +15,8 @@ from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups
+from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.loss_scale import LossScale
-from nanotrain.precision.policy import Precision
 from tests.harness import run_ranks
 from tests.parallel.dp.toys import BUCKET_SIZE, Toy, backward, groups_of, local_params
 

@@ -13,7 +13,7 @@ from nanotrain.optim.matrices import Coordinate, assign, list_matrices, place
 from nanotrain.optim.matrix_update import GridGroups, WholeMatrices, grid_groups
 from nanotrain.optim.stored import SCALE_BLOCK
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
-from nanotrain.precision.policy import Precision
+from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.params import Normal, ParamSpec, Shard, localize
 from tests.harness import ranks
 from tests.optim.test_distributed import Trainee, grads_of

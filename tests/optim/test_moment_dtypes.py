@@ -20,7 +20,7 @@ from nanotrain.optim.rule import UpdateStep
 from nanotrain.optim.state import PartState, ShardPart
 from nanotrain.optim.stored import SCALE_BLOCK, StoredTensor
 from nanotrain.parallel.dp.layout import FlatRange
-from nanotrain.precision.policy import Precision
+from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.params import LocalParam, Normal, ParamSpec
 from tests.harness import ranks, run_ranks
 from tests.optim.test_distributed import CONFIG, Trainee, grads_of

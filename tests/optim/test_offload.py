@@ -17,7 +17,7 @@ from nanotrain.errors import ConfigError
 from nanotrain.optim import offload
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.offload import require_gpu
-from nanotrain.precision.policy import Precision
+from nanotrain.precision.dtypes import Precision
 from tests.harness import ranks
 from tests.optim.test_distributed import CONFIG, Trainee, grads_of
 from tests.optim.test_muon import CONFIG as MUON

@@ -6,8 +6,8 @@ from nanotrain.config.config import OptimConfig
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.optimizers import OPTIMIZERS
 from nanotrain.optim.rule import MatrixRule, UpdateRule
+from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.loss_scale import LossScale
-from nanotrain.precision.policy import Precision
 from tests.harness import ranks
 from tests.parallel.dp.toys import RESIDENT_STRATEGIES, SHAPES, Toy, backward, pattern_of, wrap
 

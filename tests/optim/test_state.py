@@ -22,7 +22,7 @@ from nanotrain.optim.optimizers import OPTIMIZERS
 from nanotrain.optim.state import BucketState, PartState, ShardPart, split_shard, state_bytes
 from nanotrain.optim.stored import SCALE_BLOCK, StoredTensor
 from nanotrain.parallel.dp.layout import FlatRange, LayoutRules, clip_ranges, plan_layout
-from nanotrain.precision.policy import Precision
+from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.boxes import Box, TensorBox
 from nanotrain.spec.params import LocalParam, Normal, ParamSpec
 from nanotrain.train.hooks.checkpoint import CheckpointHook

@@ -19,8 +19,7 @@ from torch import Tensor
 from nanotrain.kernels.fp8.layer import Fp8Layer, Operand
 from nanotrain.kernels.fp8.products import Scales, tensor_amax
 from nanotrain.kernels.fp8.quantize import Quantized, block_amax, inverse_scales, quantize
-from nanotrain.kernels.fp8.scaled_grouped_mm import Groups, multiply_matrices, multiply_tokens
-from nanotrain.kernels.fp8.scaled_mm import scaled_mm
+from nanotrain.kernels.fp8.scaled_mm import Groups, multiply_matrices, multiply_tokens, scaled_mm
 from nanotrain.kernels.grouped import GroupedMM, accumulate_each
 from nanotrain.kernels.linear import GradView, wgrad
 

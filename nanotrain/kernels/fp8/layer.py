@@ -1,4 +1,10 @@
-"""fp8 state of a layer: `Fp8Options`, `StoredWeight`, and `Fp8Layer` with the amax history of delayed scaling.
+"""fp8 in the layers of a stage.
+
+    fp8_options    options from the configuration; `expert_fp8_options` of the experts of an MoE layer
+    DenseAmax      amaxes reduced over the ranks that share a tensor (tp x cp): one number per tensor
+    ExpertAmax     the same for the tokens of an expert, over etp and the sequence's ranks: one per expert and tensor
+    StoredWeight   a weight that is kept in fp8
+    Fp8Layer       the options of a layer, and its amax history for delayed scaling
 
     history [3, E, L]     amaxes of the last L steps: operands x expert x step, newest first; E = 1 in a dense layer
     step_amax [3, E]      the largest amaxes of this step so far, on this rank
@@ -6,19 +12,23 @@
     forward, backward     record(amax)                       largest over microbatches, so recomputation changes nothing
     end of a step         step_amax -- max over ranks --> update(amax): history shifts by one
 
-The history is the same on all ranks of a stage. While it is empty (in the first step of a run, or for an expert that
-had no tokens) tensors are scaled by their own amax.
+A scale is that of the whole tensor, the same that a single rank would compute for the microbatch. The history is the
+same on all ranks of a stage. While it is empty (in the first step of a run, or for an expert that had no tokens)
+tensors are scaled by their own amax.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
 from torch import Tensor, nn
 
+from nanotrain.comm.collectives import all_reduce
+from nanotrain.comm.group import Group
+from nanotrain.config.config import AmaxAlgo, Fp8Config
 from nanotrain.kernels.fp8.quantize import Quantized, inverse_scales
-from nanotrain.precision.fp8 import Block, Fp8Dtypes, Recipe
+from nanotrain.precision.fp8 import FP8_FORMATS, GROUPED_CAPABILITY, RECIPES, Block, Fp8Dtypes, Recipe
 
 # The largest amaxes over the ranks that share a tensor: [number of tensors, E of this rank] -> the same shape.
 ReduceAmax = Callable[[Tensor], Tensor]
@@ -136,3 +146,74 @@ class Fp8Layer(nn.Module):
 
     def _local(self, per_expert: Tensor) -> Tensor:
         return per_expert.narrow(0, self.experts.first, self.experts.num_local)
+
+
+@dataclass(frozen=True)
+class DenseAmax:
+    """The largest amaxes over the ranks that hold the tokens of one sequence."""
+
+    sequence: Group
+
+    def __call__(self, amax: Tensor) -> Tensor:
+        """[number of tensors, 1]; may be overwritten."""
+        all_reduce(amax, self.sequence, op="max")
+        return amax
+
+
+@dataclass(frozen=True)
+class ExpertAmax:
+    """The largest amaxes of each expert over its shards and over the ranks that hold the tokens of one sequence."""
+
+    etp: Group
+    sequence: Group
+    experts: ExpertRange
+
+    def __call__(self, amax: Tensor) -> Tensor:
+        """[number of tensors, local experts]; may be overwritten."""
+        all_reduce(amax, self.etp, op="max")
+        if self.sequence.size == 1:
+            return amax
+        first, num_local = self.experts.first, self.experts.num_local
+        full = amax.new_zeros((len(amax), self.experts.num_global))  # ranks of a sequence have different experts
+        full[:, first : first + num_local] = amax
+        all_reduce(full, self.sequence, op="max")
+        return full[:, first : first + num_local]
+
+
+def fp8_options(
+    fp8: Fp8Config | None, *, sequence: Group, capability: tuple[int, int] | None = None
+) -> Fp8Options | None:
+    """The options of dense layers; None without fp8.
+
+    Args:
+        fp8: section of the configuration; None for no layer in fp8.
+        sequence: ranks that hold the tokens of one sequence (tp x cp).
+        capability: CUDA compute capability; None on a CPU, which emulates every product.
+    """
+    if fp8 is None:
+        return None
+    recipe = RECIPES[fp8.recipe]
+    return Fp8Options(
+        recipe,
+        FP8_FORMATS[fp8.format.value],
+        wgrad=fp8.wgrad,
+        margin=fp8.margin,
+        history_length=fp8.amax_history_len,
+        uses_largest=fp8.amax_compute_algo is AmaxAlgo.max,
+        has_grouped_mm=capability in (None, GROUPED_CAPABILITY),
+        reduce_amax=DenseAmax(sequence) if recipe.is_per_tensor and sequence.size > 1 else None,
+    )
+
+
+def expert_fp8_options(options: Fp8Options, experts: ExpertRange, *, etp: Group, sequence: Group) -> Fp8Options:
+    """The options of an MoE layer's experts, from those of dense layers."""
+    is_shared = options.recipe.is_per_tensor and etp.size * sequence.size > 1
+    return replace(options, reduce_amax=ExpertAmax(etp, sequence, experts) if is_shared else None)
+
+
+def layers_in_bf16(fp8: Fp8Config | None, num_layers: int) -> frozenset[int]:
+    """The layers without fp8 products."""
+    if fp8 is None or not fp8.first_last_layers_bf16:
+        return frozenset()
+    start, end = fp8.num_layers_at_start_in_bf16, fp8.num_layers_at_end_in_bf16
+    return frozenset(range(num_layers)) - frozenset(range(start, num_layers - end))

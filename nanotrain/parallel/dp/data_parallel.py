@@ -50,8 +50,8 @@ from nanotrain.parallel.dp.units import (
     traced_units,
     wait_before_forward,
 )
+from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import WEIGHT_DTYPE
-from nanotrain.precision.policy import Precision
 from nanotrain.spec.params import LocalParam
 
 # One reduction runs and the next is queued. More would hold memory on gloo, which receives into (d-1)/d of a bucket

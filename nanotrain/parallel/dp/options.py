@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nanotrain.comm.group import Group
 from nanotrain.config.config import ParallelConfig, PrecisionConfig
 from nanotrain.parallel.dp.layout import LayoutRules
-from nanotrain.precision.policy import Precision
+from nanotrain.precision.dtypes import Precision
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from nanotrain.comm.collectives import start_all_gather_into
 from nanotrain.comm.work import Work
 from nanotrain.parallel.dp.layout import BufferLayout
 from nanotrain.parallel.dp.options import DataParallelOptions, ReduceGroups, shard_of
-from nanotrain.precision.policy import Precision
+from nanotrain.precision.dtypes import Precision
 
 
 class ParamStore:

@@ -3,7 +3,7 @@
     LocalTokenDispatcher      all experts are on this rank: permute, experts, unpermute
     AllToAllTokenDispatcher   experts are sharded over ep, their matrices over etp (Lepikhin et al. 2020, section 3):
 
-    permute      (token, expert) pairs sorted by expert, so those for one rank are adjacent (permute.py)
+    permute      (token, expert) pairs sorted by expert, so those for one rank are adjacent
     all-to-all   of the token counts; the only host sync
     all-to-all   over ep: permuted tokens to the ranks of their experts
     all-gather   over etp: of the permuted tokens of all ranks that share an expert
@@ -11,20 +11,28 @@
     experts      grouped matrix products
     ... and back in reverse, with a reduce-scatter over etp
 
+    topk_ids (T=2, K=2)   [[2, 0], [0, 1]]
+    permuted              expert 0 | expert 0 | expert 1 | expert 2
+      order               pair 1   | pair 2   | pair 3   | pair 0     (pair // K is the token)
+    inverse               [[3, 0], [1, 2]]                            the position of each pair
+
+Forward and backward of a permutation only gather by index: a scatter-add on CUDA would sum in a different order at
+every run. Sums over the experts of a token are in fp32.
+
 T tokens of this rank   K experts per token   E experts   P permuted tokens   H hidden
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanotrain.comm.all_to_all import all_to_all, start_all_to_all
 from nanotrain.comm.collectives import all_gather_into
 from nanotrain.comm.group import Group
-from nanotrain.parallel.ep.permute import inverse_of, permute, plan_permutation, reorder, unpermute
 
 # Runs the local experts: permuted tokens [P, H], and offs [local experts] int32, the end of each expert's tokens.
 RunExperts = Callable[[Tensor, Tensor], Tensor]
@@ -142,3 +150,111 @@ def _expert_order(tokens_per_expert: Tensor, *, num_permuted: int) -> Tensor:
 
 def _offs(tokens_per_expert: Tensor) -> Tensor:
     return tokens_per_expert.cumsum(0).to(torch.int32)
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """The order of the (token, expert) pairs of a batch."""
+
+    order: Tensor  # [T * K] int64, the pair at each position; dropped pairs last
+    inverse: Tensor  # [T, K] int64, the position of each pair
+    tokens_per_expert: Tensor  # [E] int64
+
+
+def plan_permutation(topk_ids: Tensor, num_experts: int) -> Permutation:
+    """Sort the pairs of topk_ids [T, K] int64 by expert; the sort is stable and `num_experts` marks a dropped pair."""
+    flat = topk_ids.flatten()
+    order = flat.argsort(stable=True)
+    counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))
+    return Permutation(order, inverse_of(order).view_as(topk_ids), counts[:num_experts])
+
+
+def inverse_of(order: Tensor) -> Tensor:
+    """The inverse of a permutation [n] int64.
+
+    >>> inverse_of(torch.tensor([2, 0, 1])).tolist()
+    [1, 2, 0]
+    """
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def permute(x: Tensor, permutation: Permutation, *, num_permuted: int) -> Tensor:
+    """[T, H] -> [P, H]; `num_permuted` is P, either all pairs or those that are not dropped."""
+    permuted: Tensor = _Permute.apply(x, permutation.order[:num_permuted], permutation.inverse)
+    return permuted
+
+
+def reorder(permuted: Tensor, order: Tensor) -> Tensor:
+    """[P, H] in the order of a permutation [P] int64."""
+    reordered: Tensor = _Permute.apply(permuted, order, inverse_of(order)[:, None])
+    return reordered
+
+
+def unpermute(permuted: Tensor, permutation: Permutation, *, topk_weights: Tensor) -> Tensor:
+    """The expert outputs of each token, weighted and summed in fp32.
+
+    Args:
+        permuted: [P, H]; P is all pairs or those that are not dropped. Dropped pairs must be zero.
+        permutation: the one of `permute`.
+        topk_weights: [T, K] fp32.
+
+    Returns:
+        [T, H] in the dtype of `permuted`.
+    """
+    out: Tensor = _Unpermute.apply(permuted, topk_weights, permutation.order[: len(permuted)], permutation.inverse)
+    return out
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order // inverse.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        padded = _Padded.of(grads[0], inverse)
+        if inverse.shape[1] == 1:
+            return padded.select(0), None, None
+        total = padded.select(0).float()
+        for k in range(1, inverse.shape[1]):
+            total += padded.select(k)
+        return total.to(grads[0].dtype), None, None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, permuted: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(permuted, weights, order, inverse)
+        padded = _Padded.of(permuted, inverse)
+        total = padded.select(0) * weights[:, :1]
+        for k in range(1, inverse.shape[1]):
+            total += padded.select(k) * weights[:, k, None]
+        return total.to(permuted.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        permuted, weights, order, inverse = ctx.saved_tensors
+        grad, padded = grads[0], _Padded.of(permuted, inverse)
+        grad_permuted = grad.index_select(0, order // inverse.shape[1]) * weights.flatten()[order, None]
+        grad_weights = [(padded.select(k) * grad.float()).sum(-1) for k in range(inverse.shape[1])]
+        return grad_permuted.to(permuted.dtype), torch.stack(grad_weights, dim=1), None, None
+
+
+@dataclass(frozen=True)
+class _Padded:
+    """Permuted tokens, with zeros at the end for all dropped pairs."""
+
+    permuted: Tensor
+    inverse: Tensor
+
+    @classmethod
+    def of(cls, permuted: Tensor, inverse: Tensor) -> "_Padded":
+        if len(permuted) == inverse.numel():
+            return cls(permuted, inverse)
+        return cls(F.pad(permuted, (0, 0, 0, 1)), inverse.clamp(max=len(permuted)))
+
+    def select(self, k: int) -> Tensor:
+        """[T, H], the permuted tokens of every token's k-th expert."""
+        return self.permuted.index_select(0, self.inverse[:, k])

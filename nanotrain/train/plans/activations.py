@@ -11,7 +11,7 @@ from nanotrain.attention.backends import AttentionChoice, AttentionDevice, insta
 from nanotrain.config.config import Activation, RecomputeGranularity
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.parallel.tp.loss import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
-from nanotrain.precision.policy import Precision
+from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.stages import StageSpec
 from nanotrain.train.plans.plan import Plan
 
@@ -133,7 +133,7 @@ class Activations:
         has_softcap = self.config.model.final_logit_softcapping is not None
         if self.device == "cpu":  # logits are converted for the softmax, wgrads for their sum over chunks
             per_logit, weight = (2 + has_softcap) * FP32 + is_low * self.itemsize, is_low * columns * self.width
-        elif is_training:  # the gradient is in the memory of the logits (kernels/vocabulary_softmax.py)
+        elif is_training:  # the gradient is in the memory of the logits (parallel/tp/loss.py)
             per_logit, weight = self.itemsize + has_softcap * 2 * FP32, 0
         else:
             per_logit, weight = self.itemsize * (1 + has_softcap) + FP32, 0

@@ -20,7 +20,7 @@ from nanotrain.parallel.dp.options import MAX_FULL_BUCKETS
 from nanotrain.parallel.pp.actions import ActionKind, PipelineShape, Schedule
 from nanotrain.parallel.pp.executor import MAX_SENDS
 from nanotrain.parallel.pp.schedules import build_schedule
-from nanotrain.precision.policy import Precision
+from nanotrain.precision.dtypes import Precision
 from nanotrain.quantities import describe_bytes
 from nanotrain.topology.topology import Topology
 from nanotrain.train.compile import with_compile

@@ -19,7 +19,7 @@ from nanotrain.config.schema import ENTRIES, check_choice, value_of
 from nanotrain.config.validate import OPEN_NAMES
 from nanotrain.data.sampler import SamplerConfig
 from nanotrain.errors import ErrorCollector
-from nanotrain.model.fp8 import layers_in_bf16
+from nanotrain.kernels.fp8.layer import layers_in_bf16
 from nanotrain.optim.lr import LR_DECAYS
 from nanotrain.optim.muon import SCALAR_RULES
 from nanotrain.optim.optimizers import OPTIMIZERS
@@ -31,8 +31,8 @@ from nanotrain.parallel.dp.options import MAX_FULL_BUCKETS, DataParallelOptions,
 from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule, forward_only
 from nanotrain.parallel.pp.transfers import RankPlan, plan_rank
+from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES, WEIGHT_DTYPE
-from nanotrain.precision.policy import Precision
 from nanotrain.spec.counts import flops_per_token
 from nanotrain.spec.parameters import declare_stage
 from nanotrain.spec.params import LocalParam, localize

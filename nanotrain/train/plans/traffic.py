@@ -26,8 +26,8 @@ from nanotrain.parallel.dp.layout import BufferLayout
 from nanotrain.parallel.dp.units import GatherChange, GatherOrder
 from nanotrain.parallel.pp.actions import Action, ActionKind
 from nanotrain.parallel.pp.transfers import TransferBatch
+from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES
-from nanotrain.precision.policy import Precision
 from nanotrain.train.plans.plan import BufferPlan, Plan, StagePlan
 
 Key = tuple[str, str]  # group, operation

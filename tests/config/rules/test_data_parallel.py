@@ -4,7 +4,7 @@ import pytest
 
 from nanotrain.config.load import load_config
 from nanotrain.errors import NanotrainError
-from nanotrain.precision.policy import Precision
+from nanotrain.precision.dtypes import Precision
 
 MODEL = ["--vocab-size", "256", "--global-batch-size", "8"]
 GATHERED = "--data-parallel-sharding-strategy optim_grads_params"

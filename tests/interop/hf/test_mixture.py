@@ -23,7 +23,7 @@ from nanotrain.interop.hf.families import FAMILIES, config_from_hf, config_to_hf
 from nanotrain.interop.hf.import_weights import import_weights
 from nanotrain.interop.hf.names import map_parameters
 from nanotrain.interop.hf.weights import WeightFiles
-from nanotrain.model.router_loss import balance_loss, count_tokens
+from nanotrain.model.router import balance_loss, count_tokens
 from nanotrain.spec.boxes import Box, TensorBox, flat_range_to_boxes
 from tests.interop.hf.reference import MIXTURES, reference
 

@@ -14,7 +14,7 @@ from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions
 from nanotrain.parallel.dp.stores import TransientGrads
 from nanotrain.parallel.dp.units import unit_modules
-from nanotrain.precision.policy import Precision
+from nanotrain.precision.dtypes import Precision
 from nanotrain.topology.topology import Topology
 from tests.happens_before import recorded_world
 from tests.harness import parallel_config, ranks, run_ranks

@@ -12,7 +12,7 @@ from nanotrain.parallel.dp.stores import (
     build_grads,
     build_params,
 )
-from nanotrain.precision.policy import Precision
+from nanotrain.precision.dtypes import Precision
 from tests.harness import ranks
 from tests.parallel.dp.toys import NUM_BUCKETS, Toy, layout_of
 

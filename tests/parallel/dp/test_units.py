@@ -19,7 +19,7 @@ from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions
 from nanotrain.parallel.dp.stores import OwnMemory, ShardedParams
 from nanotrain.parallel.dp.units import GatherChange, GatherOrder, child_units, given_units, traced_units, unit_modules
 from nanotrain.parallel.pp.executor import run_forward
-from nanotrain.precision.policy import Precision
+from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.params import Constant, LocalParam, ParamSpec
 from nanotrain.train.plans.traffic import sent_bytes
 from nanotrain.train.run import Run

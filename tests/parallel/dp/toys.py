@@ -11,7 +11,7 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import BufferLayout, LayoutRules, plan_layout
 from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups
-from nanotrain.precision.policy import Precision
+from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.boxes import Box
 from nanotrain.spec.params import LocalParam, Normal, ParamSpec
 

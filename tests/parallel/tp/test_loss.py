@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nanotrain.comm.group import Group
 from nanotrain.parallel.tp import loss as loss_module
-from nanotrain.parallel.tp.loss import Targets, Vocabulary, vocab_parallel_cross_entropy
+from nanotrain.parallel.tp.loss import Targets, Vocabulary, softmax_gradient, vocab_parallel_cross_entropy
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from tests.harness import ranks, run_ranks
 from tests.train.saved_tensors import PeakStorages
@@ -184,3 +184,15 @@ def test_one_number_per_token_is_gathered_and_no_logits(ctx):
     ).backward()
     assert ctx.traffic.bytes("tp", "all_gather") == 4 * num_tokens * (group.size - 1)
     assert ctx.traffic.bytes("tp") == 4 * num_tokens * (group.size - 1) + 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_torch_form_equals_fp64(dtype):
+    torch.manual_seed(1)
+    logits = (4 * torch.randn(5, 37)).to(dtype)
+    exact, column = logits.double().requires_grad_(), torch.tensor([[0], [36], [3], [4], [5]])
+    log_probs = exact.log_softmax(1).gather(1, column)[:, 0]
+    (-log_probs.sum()).backward()
+    picked, gradient = softmax_gradient(logits, column=column, is_local=torch.ones(5, 1), combine=lambda local: local)
+    torch.testing.assert_close(picked.double(), log_probs.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient.double(), exact.grad, rtol=1e-4, atol=1e-6)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from nanotrain.comm.group import Group
 from nanotrain.config.config import MoEConfig
-from nanotrain.model.capacity import drop_over_capacity, expert_capacity
+from nanotrain.model.router import drop_over_capacity, expert_capacity
 from nanotrain.parallel.ep.token_dispatcher import Routing
 
 E = 4
