@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nanotrain.comm.autograd import concat_along, eager, split_along
 from nanotrain.comm.group import Group
 from nanotrain.config.config import ModelConfig
-from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Options, expert_fp8_options
+from nanotrain.kernels.fp8.layer import ExpertRange, expert_fp8_options
 from nanotrain.model.activations import ACTIVATIONS, Glu
 from nanotrain.model.context import LayerContext
 from nanotrain.model.dropout import HiddenDropout
@@ -63,20 +63,18 @@ class MoELayer(nn.Module):
             dp=parallel.dp,
             recompute=parallel.recompute,
         )
-        experts = _local_experts(moe.num_experts, parallel.ep)
         self._dispatcher = build_token_dispatcher(moe.num_experts, ep=parallel.ep, etp=parallel.etp)
-        gate = params.get("experts.gate.weight")
+        of_experts, num_local = params.submodule("experts"), moe.num_experts // parallel.ep.size
+        linears = {name: of_experts.linear(name) for name in EXPERT_LINEARS if of_experts.submodule(name)}
+        experts = ExpertRange(parallel.ep.index * num_local, num_local, moe.num_experts)
         self.experts = Experts(
-            gate=gate,
-            up=params["experts.up.weight"],
-            down=params["experts.down.weight"],
-            activation=ACTIVATIONS[model_config.activation] if gate is None else Glu.of(model_config),
-            biases={name: bias for name in EXPERT_LINEARS if (bias := params.get(f"experts.{name}.bias")) is not None},
+            linears,
+            activation=Glu.of(model_config) if "gate" in linears else ACTIVATIONS[model_config.activation],
             options=ExpertOptions(
                 may_drop=self._dispatcher.keeps_dropped and moe.expert_capacity_factor is not None,
                 wgrad_queue=parallel.tp.wgrad_queue,
                 experts=experts,
-                fp8=_expert_fp8(experts, parallel),
+                fp8=expert_fp8_options(parallel.tp.fp8, experts, etp=parallel.etp, sequence=parallel.sequence),
                 adds_down_bias=parallel.etp.is_first,
             ),
         )
@@ -118,16 +116,3 @@ class SharedExpertGate(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, 1], each between 0 and 1."""
         return F.linear(hidden, self.weight).sigmoid()
-
-
-def _local_experts(num_experts: int, ep: Group) -> ExpertRange:
-    """The experts of this rank of ep."""
-    num_local = num_experts // ep.size
-    return ExpertRange(ep.index * num_local, num_local, num_experts)
-
-
-def _expert_fp8(experts: ExpertRange, parallel: ModelParallel) -> Fp8Options | None:
-    options = parallel.tp.fp8
-    if options is None:
-        return None
-    return expert_fp8_options(options, experts, etp=parallel.etp, sequence=parallel.sequence)

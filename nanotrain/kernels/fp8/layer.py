@@ -205,8 +205,12 @@ def fp8_options(
     )
 
 
-def expert_fp8_options(options: Fp8Options, experts: ExpertRange, *, etp: Group, sequence: Group) -> Fp8Options:
-    """The options of an MoE layer's experts, from those of dense layers."""
+def expert_fp8_options(
+    options: Fp8Options | None, experts: ExpertRange, *, etp: Group, sequence: Group
+) -> Fp8Options | None:
+    """The options of an MoE layer's experts, from those of dense layers; None without fp8."""
+    if options is None:
+        return None
     is_shared = options.recipe.is_per_tensor and etp.size * sequence.size > 1
     return replace(options, reduce_amax=ExpertAmax(etp, sequence, experts) if is_shared else None)
 

@@ -13,7 +13,6 @@ With etp > 1 the outputs of `down` are partial sums, which the token dispatcher 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,24 +38,26 @@ class ExpertOptions:
 
 
 class Experts(nn.Module):
-    """All experts of this rank: down(activation(gate(x), up(x))), or down(activation(up(x))) without a gate."""
+    """All experts of this rank: down(activation(gate(x), up(x))), or down(activation(up(x))) without a gate.
+
+    Args:
+        linears: weights and biases of EXPERT_LINEARS; the gate where there is one.
+        activation: of one or two inner tensors.
+        options: of this rank.
+    """
 
     def __init__(
         self,
+        linears: Mapping[str, tuple[nn.Parameter, nn.Parameter | None]],
         *,
-        gate: nn.Parameter | None,
-        up: nn.Parameter,
-        down: nn.Parameter,
         activation: Callable[..., Tensor],
-        biases: Mapping[str, nn.Parameter] | None = None,
         options: ExpertOptions | None = None,
     ) -> None:
         super().__init__()
-        options, biases = options or ExpertOptions(), biases or {}
-        linear = partial(GroupedLinear, options=options)
-        self.gate = None if gate is None else linear(gate, biases.get("gate"))
-        self.up = linear(up, biases.get("up"))
-        self.down = linear(down, biases.get("down"), adds_bias=options.adds_down_bias)
+        options = options or ExpertOptions()
+        self.gate = GroupedLinear(*linears["gate"], options=options) if "gate" in linears else None
+        self.up = GroupedLinear(*linears["up"], options=options)
+        self.down = GroupedLinear(*linears["down"], options=options, adds_bias=options.adds_down_bias)
         self.activation = activation
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:

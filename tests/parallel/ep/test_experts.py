@@ -27,9 +27,8 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def build(*, is_gated: bool, width: int = WIDTH, **options: object) -> Experts:
     gate = parameter(E, width, H, seed=1) if is_gated else None
     up, down = parameter(E, width, H, seed=2), parameter(E, H, width, seed=3)
-    return Experts(
-        gate=gate, up=up, down=down, activation=F.silu if gate is None else swiglu, options=ExpertOptions(**options)
-    )
+    linears = {"up": (up, None), "down": (down, None)} | ({} if gate is None else {"gate": (gate, None)})
+    return Experts(linears, activation=F.silu if gate is None else swiglu, options=ExpertOptions(**options))
 
 
 def one_by_one(experts: Experts, rows: torch.Tensor) -> torch.Tensor:
