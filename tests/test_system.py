@@ -5,6 +5,7 @@ import fcntl
 import gc
 import os
 import pty
+import resource
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from nanotrain.system import (
     importing_torch,
     outlive_output,
     require_folders,
+    require_open_files,
     without_collection,
 )
 from tests.harness import HANG_S
@@ -369,3 +371,27 @@ def test_the_ranks_of_a_machine_share_its_cores(
     if ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     assert system.cores_per_rank() == expected
+
+
+@pytest.mark.parametrize(
+    ("counts", "needed"), [({}, 64), ({"num_ranks": 2}, 72), ({"num_workers": 2}, 120), ({"num_workers": 4}, 144)]
+)
+def test_too_few_open_files_are_one_error_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch, counts: dict[str, int], needed: int
+) -> None:
+    for limit in (needed, resource.RLIM_INFINITY):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, limit=limit: (limit, limit))
+        require_open_files(**counts)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (needed - 1, needed))
+    with pytest.raises(EnvironmentFault, match=f"may open {needed - 1} files: it needs {needed}, .*ulimit -n"):
+        require_open_files(**counts)
+
+
+@pytest.mark.parametrize("launcher", [[], ["--nproc-per-node", "2"]], ids=["alone", "launcher"])
+def test_a_run_checks_its_open_files_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, launcher: list[str]
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (28, 28))
+    line = ["train", *launcher, "+config=tiny", "--mock-data", "--vocab-size", "64", "--run-dir", str(tmp_path / "run")]
+    assert cli.main(line) == 2
+    assert "a process may open 28 files" in capsys.readouterr().err and not (tmp_path / "run").exists()

@@ -21,8 +21,7 @@ from nanotrain.checkpoint.plan import coverage_fault
 from nanotrain.checkpoint.retention import deleted_name, remove_unfinished, try_to_remove
 from nanotrain.checkpoint.store import MANIFEST, leftovers, step_entries, step_folder, step_of
 from nanotrain.errors import CheckpointError
-from nanotrain.runs.files import disk_errors
-from nanotrain.runs.swap_names import swap_names
+from nanotrain.runs.files import disk_errors, swap_names
 
 
 def merge_shards(manifest: Manifest, shards: Sequence[Manifest]) -> Manifest:

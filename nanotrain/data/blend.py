@@ -1,4 +1,4 @@
-"""Several datasets as one, mixed by weight.
+"""Several datasets as one, mixed by weights that may change in stages.
 
 Sample n maps to a dataset and an index in it by a pure function of n, without a table. The datasets are the leaves of a
 binary tree. A node sends visit m to its left child exactly when round(m*p) increases, where p is the left child's share
@@ -14,9 +14,11 @@ of the weight. So round(m*p) of the first m visits go left, and every leaf index
 Shares are exact fractions, so the error does not grow with n.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Self
 
 from nanotrain.data.batch import Sample, SampleDataset
 
@@ -73,27 +75,83 @@ def count_visits(tree: "_Node | int", visits: int) -> dict[int, int]:
     return count_visits(tree.left, num_left) | count_visits(tree.right, visits - num_left)
 
 
-class BlendedDataset:
-    """Samples of several datasets, in proportion to weights above 0; each dataset keeps its own epochs and order."""
+@dataclass(frozen=True)
+class StageBlend:
+    """The blend of one stage."""
 
-    def __init__(self, datasets: Sequence[SampleDataset], weights: Sequence[Fraction]) -> None:
-        assert len(datasets) == len(weights) > 0, "every dataset needs a weight"
-        self.datasets = tuple(datasets)
-        self._tree = plan_blend(weights)
+    name: str  # empty for the only blend of a run
+    start: int  # its first sample
+    sources: tuple[int, ...]  # indices of the sources that it reads
+    weights: tuple[Fraction, ...]  # above 0, one per source
+
+
+class BlendedDataset:
+    """Samples of several datasets, in proportions that may change at given samples.
+
+        samples         0 ............... start 1 ............ start 2 ......
+        blend           stage 0           stage 1              stage 2
+        source a        0 1 2 ... 41      42 43 ... 60         (none)          every source continues where it stopped
+        source b        (none)            0 1 2 ...            ...
+
+    The source of sample n, and its index there, follow from n, the weights and the starts alone, so a run resumes
+    anywhere. The samples of a source in earlier stages are counted, not stored, so none is read again before its epoch
+    ends.
+
+    Args:
+        datasets: the sources; each keeps its own epochs and order.
+        stages: the blends, in order; the first starts at sample 0.
+    """
+
+    def __init__(self, datasets: Sequence[SampleDataset], stages: Sequence[StageBlend]) -> None:
+        assert stages and stages[0].start == 0, "the first stage starts at sample 0"
+        self.datasets, self.stages = tuple(datasets), tuple(stages)
+        self._starts = [stage.start for stage in stages]
+        self._trees = [plan_blend(stage.weights) for stage in stages]
+        self._read_before = [[0] * len(self.datasets)]  # by stage and source: samples read in earlier stages
+        for stage, tree, end in zip(stages, self._trees, self._starts[1:], strict=False):
+            read = list(self._read_before[-1])
+            for place, count in count_visits(tree, end - stage.start).items():
+                read[stage.sources[place]] += count
+            self._read_before.append(read)
+
+    @classmethod
+    def by_weight(cls, datasets: Sequence[SampleDataset], weights: Sequence[Fraction]) -> Self:
+        """One blend of all datasets, in proportion to weights above 0."""
+        return cls(datasets, [StageBlend("", 0, tuple(range(len(datasets))), tuple(weights))])
+
+    def starting_at(self, starts: Sequence[int]) -> "BlendedDataset":
+        """The same blends with other first samples."""
+        stages = [replace(stage, start=start) for stage, start in zip(self.stages, starts, strict=True)]
+        return BlendedDataset(self.datasets, stages)
 
     @property
     def samples_per_epoch(self) -> int:
-        """Sum over the datasets; how often each has been read by then depends on its weight."""
+        """Sum over the sources; how often each has been read by then depends on its weights."""
         return sum(dataset.samples_per_epoch for dataset in self.datasets)
 
+    def stage_at(self, index: int) -> StageBlend:
+        """The stage of sample `index` >= 0."""
+        return self.stages[self._stage_index(index)]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """The source of sample `index` >= 0 and the sample index in it."""
+        number = self._stage_index(index)
+        stage = self.stages[number]
+        found = locate(self._trees[number], index - stage.start)
+        source = stage.sources[found.dataset]
+        return source, self._read_before[number][source] + found.sample
+
     def source_of(self, index: int) -> int:
-        """The dataset of sample `index` >= 0."""
-        return locate(self._tree, index).dataset
+        """The source of sample `index` >= 0."""
+        return self.locate(index)[0]
 
     def __getitem__(self, index: int) -> Sample:
         """Sample `index` >= 0; indices continue after an epoch."""
-        found = locate(self._tree, index)
-        return self.datasets[found.dataset][found.sample]
+        source, sample = self.locate(index)
+        return self.datasets[source][sample]
+
+    def _stage_index(self, index: int) -> int:
+        return bisect_right(self._starts, index) - 1
 
 
 def _split(datasets: Sequence[int], weights: Sequence[Fraction]) -> "_Node | int":

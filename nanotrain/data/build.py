@@ -11,12 +11,11 @@ from fractions import Fraction
 from nanotrain.config.config import DataConfig
 from nanotrain.config.data_stages import read_stages
 from nanotrain.data.batch import SampleDataset
-from nanotrain.data.blend import BlendedDataset
+from nanotrain.data.blend import BlendedDataset, StageBlend
 from nanotrain.data.corpus_info import recorded_tokenizer, require_same_tokenizer
 from nanotrain.data.data_path import WeightedPrefix, parse_data_path, split_documents
 from nanotrain.data.gpt import GPTDataset, GPTDatasetConfig, SyntheticDataset
 from nanotrain.data.indexed import IndexedTokens
-from nanotrain.data.staged import StageBlend, StagedDataset
 from nanotrain.errors import ConfigError, DataError, ErrorCollector
 from nanotrain.quantities import count_of
 
@@ -60,7 +59,7 @@ def build_data(
 
     Args:
         data: the data section; the quick-start corpus is prepared already. With `data_stages` the starts in the
-            training split are as configured, in steps or samples; see `StagedDataset.starting_at`.
+            training split are as configured, in steps or samples; see `BlendedDataset.starting_at`.
         vocab_size: token ids must be in [0, vocab_size).
         seed: key of the shuffle.
         required: splits that must have samples; the others may be None.
@@ -124,7 +123,7 @@ def _stage_blends(data: DataConfig) -> list[tuple[WeightedPrefix, ...]]:
     return blends
 
 
-def _stage(datasets: Sequence[GPTDataset], data: DataConfig) -> StagedDataset:
+def _stage(datasets: Sequence[GPTDataset], data: DataConfig) -> BlendedDataset:
     """The blends of all stages over the corpora of `_paths`, each corpus once."""
     places = {dataset.corpus.prefix: place for place, dataset in enumerate(datasets)}
     stages = []
@@ -135,7 +134,7 @@ def _stage(datasets: Sequence[GPTDataset], data: DataConfig) -> StagedDataset:
             weight = Fraction(datasets[place].samples_per_epoch) if entry.weight is None else entry.weight
             weights[place] = weights.get(place, Fraction(0)) + weight
         stages.append(StageBlend(stage.name, stage.start, tuple(weights), tuple(weights.values())))
-    return StagedDataset(datasets, stages)
+    return BlendedDataset(datasets, stages)
 
 
 def _dataset(corpus: IndexedTokens, data: DataConfig, *, split: int, config: GPTDatasetConfig) -> GPTDataset:
@@ -184,12 +183,12 @@ def _blend(datasets: Sequence[GPTDataset], prefixes: Sequence[WeightedPrefix]) -
     weights = [
         entry.weight if entry.weight is not None else Fraction(dataset.samples_per_epoch) for dataset, entry in filled
     ]
-    return BlendedDataset([dataset for dataset, _ in filled], weights)
+    return BlendedDataset.by_weight([dataset for dataset, _ in filled], weights)
 
 
 def source_names(dataset: SampleDataset) -> tuple[str, ...]:
     """One name per corpus, in the order of `source_of`: the shortest path endings that differ; () if not a blend."""
-    if not isinstance(dataset, BlendedDataset | StagedDataset):
+    if not isinstance(dataset, BlendedDataset):
         return ()
     paths = [part.corpus.prefix if isinstance(part, GPTDataset) else None for part in dataset.datasets]
     parts = [("source", str(index)) if path is None else path.parts for index, path in enumerate(paths)]

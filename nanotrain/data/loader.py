@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from nanotrain.data.batch import Batch, Sample, SampleDataset, collate, split_sequences
 from nanotrain.data.blend import BlendedDataset
 from nanotrain.data.sampler import MicrobatchSampler, SamplerConfig
-from nanotrain.data.staged import StagedDataset
 from nanotrain.data.worker import exit_with_parent
 from nanotrain.errors import EnvironmentFault, LocalFault, NanotrainError
 from nanotrain.runs.files import free_space
@@ -69,7 +68,7 @@ class _BatchReader(Dataset[Any]):
             )
 
     def _source_ids(self, indices: Sequence[int]) -> torch.Tensor | None:
-        if not isinstance(self.dataset, BlendedDataset | StagedDataset):
+        if not isinstance(self.dataset, BlendedDataset):
             return None
         places = [(index if index >= 0 else ~index) + self.skipped_samples for index in indices]
         return torch.tensor([self.dataset.source_of(place) for place in places])

@@ -28,8 +28,7 @@ from torch.distributed.run import config_from_args, determine_local_world_size, 
 from nanotrain.comm.device import memory_per_rank
 from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.quantities import count_of, describe_bytes
-from nanotrain.runs.open_files import require_open_files
-from nanotrain.system import STOPPED, cores_per_rank, handling_signals
+from nanotrain.system import STOPPED, cores_per_rank, handling_signals, require_open_files
 
 TORCH_SIGNALS = "SIGQUIT"  # torch ends the ranks
 BYTES_PER_PROCESS = 150_000_000  # measured: 160 MB are private to a process that has imported torch

@@ -95,7 +95,7 @@ def loss_figure(runs: Sequence[RunHistory]) -> Figure:
             ("x log", "x", "log"),
         )
     ]
-    layout = _layout("", x_title="step", y_title="loss") | {
+    layout = layout_of("", x_title="step", y_title="loss") | {
         "height": 460,
         "updatemenus": [_buttons(choose, 0.0), _buttons(scales, 0.5)],
     }
@@ -127,8 +127,8 @@ def expert_figures(run: RunHistory) -> list[Figure]:
     per_router = _heat_map(last, y=list(run.load))
     title = f"{run.name}: tokens per expert relative to the mean"
     return [
-        {"data": [over_time], "layout": _layout(f"{title}, mean over routers", x_title="step", y_title="expert")},
-        {"data": [per_router], "layout": _layout(f"{title}, step {run.last_step}", x_title="expert")},
+        {"data": [over_time], "layout": layout_of(f"{title}, mean over routers", x_title="step", y_title="expert")},
+        {"data": [per_router], "layout": layout_of(f"{title}, step {run.last_step}", x_title="expert")},
     ]
 
 
@@ -151,7 +151,7 @@ def memory_figure(runs: Sequence[RunHistory]) -> Figure | None:
         }
         for part, color in zip(parts, COLORS, strict=False)
     ]
-    layout = _layout("planned memory of the fullest rank, GB", x_title="")
+    layout = layout_of("planned memory of the fullest rank, GB", x_title="")
     layout["legend"]["traceorder"] = "normal"
     return {"data": data, "layout": layout | {"barmode": "stack", "height": 160 + 40 * len(names)}}
 
@@ -164,7 +164,7 @@ def _step_figure(chart: Chart, runs: Sequence[RunHistory]) -> Figure:
         if len(kept):
             line = {"type": "scatter", "mode": "lines", "name": run.name, "line": {"width": 1.5, "color": color}}
             data.append(line | {"x": _rounded(run.column("step")[kept]), "y": _rounded(values[kept])})
-    layout = _layout(f"{chart.title}, {chart.unit}" if chart.unit else chart.title, x_title="step")
+    layout = layout_of(f"{chart.title}, {chart.unit}" if chart.unit else chart.title, x_title="step")
     layout["yaxis"]["type"] = "log" if chart.is_log else "linear"
     return {"data": data, "layout": layout | {"showlegend": len(runs) > 1}}
 
@@ -184,7 +184,8 @@ def _heat_map(values: np.ndarray, **axes: list[Any]) -> Figure:
     } | axes
 
 
-def _layout(title: str, *, x_title: str, y_title: str = "") -> Figure:
+def layout_of(title: str, *, x_title: str, y_title: str = "") -> Figure:
+    """The layout of a chart."""
     return {
         "title": {"text": title, "font": {"size": 14}},
         "xaxis": {"title": {"text": x_title}, "automargin": True},

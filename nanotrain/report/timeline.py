@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from nanotrain.errors import EnvironmentFault
+from nanotrain.report.figures import layout_of
 from nanotrain.report.trace import RankStep, Spans, length, read_step
 from nanotrain.runs.files import disk_errors, write_text
 from nanotrain.untrusted import parse_json
@@ -194,18 +195,14 @@ def figure_of(timeline: Timeline, *, name: str) -> dict[str, Any]:
     """The chart of a report, in plotly's JSON form."""
     data = [_bars(timeline, kind) for kind in LEGEND]
     rows = [f"rank {one.rank} {lane}" for one in timeline.ranks for lane in LANES]
-    layout = {
-        "title": {"text": f"{name}, {timeline.title}", "font": {"size": 14}},
-        "xaxis": {"title": {"text": "ms from the start of the step"}, "automargin": True},
-        "yaxis": {"categoryorder": "array", "categoryarray": rows[::-1], "automargin": True},
+    layout = layout_of(f"{name}, {timeline.title}", x_title="ms from the start of the step")
+    layout |= {
         "barmode": "overlay",
         "bargap": 0.15,
         "height": 150 + 24 * len(rows),
-        "margin": {"l": 50, "r": 20, "t": 60, "b": 45},
         "legend": {"orientation": "h", "y": -0.2},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
     }
+    layout["yaxis"] |= {"categoryorder": "array", "categoryarray": rows[::-1]}
     return {"data": data, "layout": layout}
 
 

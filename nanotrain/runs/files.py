@@ -6,8 +6,10 @@ open_append       open a file to append lines, unbuffered; `write_all` writes th
 disk_errors       a block whose OSErrors become such errors
 make_folder       make a folder with a marker, which nanotrain may remove later; other folders are refused
 remove_folder     remove such a folder
+swap_names        swap two names in one operation of the file system
 """
 
+import ctypes
 import errno
 import os
 import secrets
@@ -26,6 +28,9 @@ _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 OTHER_FOLDER = "choose another folder with --run-dir"
 MARKER = ".made-by-nanotrain"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+# the kernel, the C library or the file system (NFS, some FUSE) has no such operation
+_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
 
 class FolderVanished(EnvironmentFault):
@@ -171,3 +176,24 @@ def remove_folder(path: Path) -> None:
             child.unlink()
     (path / MARKER).unlink()
     path.rmdir()
+
+
+def swap_names(first: Path, second: Path) -> bool:
+    """Swap two existing files or folders, so that neither name is missing at any moment.
+
+    Returns:
+        False if the system does not support it; then nothing has changed.
+
+    Raises:
+        OSError: one of them is missing, or the folder cannot be written.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    arguments = (_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
+    if libc.renameat2(*arguments) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _UNSUPPORTED:
+        return False
+    raise OSError(number, os.strerror(number), str(first), None, str(second))

@@ -24,8 +24,8 @@ from nanotrain.config.batch_schedule import samples_of_steps
 from nanotrain.config.config import Config
 from nanotrain.config.data_stages import read_stages, stage_starts
 from nanotrain.data.batch import Batch
+from nanotrain.data.blend import BlendedDataset
 from nanotrain.data.loader import GlobalBatchLoader
-from nanotrain.data.staged import StagedDataset
 from nanotrain.kernels.deferred_wgrad import WgradQueue
 from nanotrain.kernels.fp8.layer import fp8_options, layers_in_bf16
 from nanotrain.log import get_logger
@@ -262,8 +262,8 @@ def _build_checkpointer(config: Config, folder: Path, *, context: ParallelContex
 
 def _open_batches(model: BuiltModel, *, state: TrainState) -> GlobalBatchLoader:
     samples, plan = model.dataset, model.plan
-    if isinstance(samples, StagedDataset):
-        stages = read_stages(plan.config.data.stages)
+    stages = read_stages(plan.config.data.stages)
+    if stages and isinstance(samples, BlendedDataset):
         samples = samples.starting_at(stage_starts(stages, _samples_of_steps(plan, state)))
     return GlobalBatchLoader(
         samples,

@@ -24,7 +24,7 @@ from nanotrain.memory import offload as activation_offload
 from nanotrain.optim import offload as optimizer_offload
 from nanotrain.precision.fp8 import RECIPES
 from nanotrain.runs.folder import RunFolder, check_writable
-from nanotrain.runs.open_files import require_open_files
+from nanotrain.system import require_open_files
 from nanotrain.train.plans.memory_plan import require_memory
 from nanotrain.train.plans.plan import check_names
 

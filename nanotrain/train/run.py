@@ -13,9 +13,9 @@ from torch import Tensor
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.stop_point import StopPoint
+from nanotrain.data.blend import BlendedDataset
 from nanotrain.data.build import DatasetSplits
 from nanotrain.data.loader import GlobalBatchLoader
-from nanotrain.data.staged import StagedDataset
 from nanotrain.optim.lr import LRSchedule
 from nanotrain.parallel.pp.executor import Pipeline
 from nanotrain.parallel.pp.transfers import RankPlan
@@ -177,6 +177,6 @@ class Run(BuiltModel):
     def data_stage_at(self, consumed_samples: int) -> str | None:
         """The data stage of the batch that starts at `consumed_samples`; None without data stages."""
         dataset = self.batches.dataset
-        if not isinstance(dataset, StagedDataset):
+        if not isinstance(dataset, BlendedDataset):
             return None
-        return dataset.stage_at(consumed_samples + self.state.skipped_samples).name
+        return dataset.stage_at(consumed_samples + self.state.skipped_samples).name or None

@@ -1,5 +1,6 @@
 """A blend keeps its proportions over every prefix and reads each dataset in order, without gaps."""
 
+from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -8,8 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanotrain.config.config import DataConfig
 from nanotrain.data.batch import Sample
-from nanotrain.data.blend import BlendedDataset, BlendIndex, locate, plan_blend
+from nanotrain.data.blend import BlendedDataset, BlendIndex, StageBlend, locate, plan_blend
+from nanotrain.data.build import build_data, first_blend
+from nanotrain.errors import ConfigError
+from tests.data.conftest import WriteCorpus
 
 WEIGHTS = st.lists(
     st.fractions(min_value=Fraction(1, 1000), max_value=1000, max_denominator=1000), min_size=1, max_size=9
@@ -53,7 +58,75 @@ class _Numbers:
 @pytest.mark.parametrize("number", [0, 1, 99, 12345])
 def test_blended_samples_come_from_the_drawn_corpus(number: int) -> None:
     weights = [Fraction(7, 10), Fraction(3, 10)]
-    blend = BlendedDataset([_Numbers(0, 10), _Numbers(1, 20)], weights)
+    blend = BlendedDataset.by_weight([_Numbers(0, 10), _Numbers(1, 20)], weights)
     drawn = locate(plan_blend(weights), number)
     assert blend.samples_per_epoch == 30
     assert blend[number].tokens.tolist() == [drawn.dataset, drawn.sample]
+
+
+class Numbered:
+    """A source whose samples are their indices."""
+
+    samples_per_epoch = 1000
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def staged(*starts: int) -> BlendedDataset:
+    weights = ((3, 1), (1, 1), (2,), (1, 2))
+    sources = ((0, 1), (1, 2), (0,), (2, 0))
+    stages = [
+        StageBlend(f"stage {k}", start, sources[k], tuple(map(Fraction, weights[k]))) for k, start in enumerate(starts)
+    ]
+    return BlendedDataset([Numbered(), Numbered(), Numbered()], stages)
+
+
+def test_each_source_goes_on_where_it_stopped_and_each_stage_has_its_proportions() -> None:
+    dataset = staged(0, 41, 100, 131)
+    read = [dataset.locate(index) for index in range(300)]
+    for source in range(3):
+        samples = [sample for place, sample in read if place == source]
+        assert samples == list(range(len(samples))), "every sample once, in order"
+    for first, last, shares in ((0, 41, {0: 0.75, 1: 0.25}), (41, 100, {1: 0.5, 2: 0.5}), (131, 300, {2: 1 / 3})):
+        counts = Counter(place for place, _ in read[first:last])
+        for source, share in shares.items():
+            assert abs(counts[source] - share * (last - first)) <= 1
+    assert {dataset.stage_at(index).name for index in range(100, 131)} == {"stage 2"}
+    assert dataset[131] == read[131][1]
+
+
+def test_other_starts_are_other_stages_with_the_same_law() -> None:
+    moved, same = staged(0, 5, 6, 7).starting_at([0, 41, 100, 131]), staged(0, 41, 100, 131)
+    assert [moved.locate(index) for index in range(200)] == [same.locate(index) for index in range(200)]
+
+
+def test_the_data_section_builds_stages_over_corpora_that_are_open_once(write_corpus: WriteCorpus) -> None:
+    web, math = (write_corpus([np.arange(start, start + 20) for _ in range(30)], name=name) for name, start in names())
+    data = DataConfig(
+        stages=[f"a@0: {web}", f"b@12samples: 1 {web} 1 {math}", f"c@30samples: {math}"], split="8,2,0", seq_length=8
+    )
+    assert first_blend(data) == [str(web)]
+    built = build_data(data, vocab_size=100, seed=1)
+    train = built.train
+    assert isinstance(train, BlendedDataset) and len(train.datasets) == 2
+    kinds = ["web" if train[index].tokens.max() < 40 else "math" for index in range(60)]
+    assert kinds[:12] == ["web"] * 12 and kinds[30:] == ["math"] * 30 and Counter(kinds[12:30])["web"] == 9
+    assert train.samples_per_epoch == 2 * (24 * 20 - 1) // 8 - 1
+    assert built.valid.samples_per_epoch == 28, "validation reads the corpora of all stages, by size"
+    whole = build_data(
+        DataConfig(stages=[f"a@0: {web}"], valid_data_path=[str(math)], seq_length=8), vocab_size=100, seed=1
+    )
+    assert whole.train.samples_per_epoch == (30 * 20 - 1) // 8 and whole.valid[0].tokens.min() >= 50
+
+
+def test_mistakes_in_the_blends_of_several_stages_are_one_error(write_corpus: WriteCorpus) -> None:
+    web = write_corpus([np.arange(200)], name="web")
+    data = DataConfig(stages=[f"a@0: 0.5 {web} code", f"b@9: 0 {web}"], seq_length=8)
+    with pytest.raises(ConfigError) as caught:
+        build_data(data, vocab_size=300, seed=1, required=["train"])
+    assert "stage a: " in str(caught.value) and "stage b: " in str(caught.value)
+
+
+def names() -> tuple[tuple[str, int], ...]:
+    return (("web", 0), ("math", 50))

@@ -80,7 +80,7 @@ def test_padding_has_no_target_tokens_and_says_that_it_is_padding() -> None:
 
 
 def test_skipped_samples_move_samples_padding_and_their_corpora_alike() -> None:
-    blend = BlendedDataset([SAMPLES, SyntheticDataset(1000, 8, seed=2)], [Fraction(2), Fraction(1)])
+    blend = BlendedDataset.by_weight([SAMPLES, SyntheticDataset(1000, 8, seed=2)], [Fraction(2), Fraction(1)])
     sampler = SamplerConfig(dp_rank=0, dp_size=1, micro_batch_size=2, global_batch_size=3)
     with GlobalBatchLoader(blend, sampler=sampler, consumed_samples=6, skipped_samples=5) as batches:
         microbatches = next(batches)

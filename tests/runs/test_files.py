@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from nanotrain.runs.files import (
     make_folder,
     open_append,
     remove_folder,
+    swap_names,
     write_text,
 )
 from tests.runs.test_metrics_file import file_size_limit
@@ -95,3 +97,18 @@ def test_a_read_only_disk_is_the_error_and_not_what_cleans_up_behind_it(tmp_path
     monkeypatch.setattr(os, "unlink", refuse)
     with pytest.raises(EnvironmentFault, match="a.json cannot be written: Read-only file system"):
         write_text(tmp_path / "a.json", "{}")
+
+
+def test_folders_swap_their_names(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name / f"was-{name}").mkdir(parents=True)
+    if not swap_names(tmp_path / "a", tmp_path / "b"):
+        pytest.skip("this file system cannot swap names")
+    assert (tmp_path / "a" / "was-b").is_dir() and (tmp_path / "b" / "was-a").is_dir()
+
+
+def test_a_missing_name_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(OSError) as caught:
+        swap_names(tmp_path / "a", tmp_path / "b")
+    assert caught.value.errno == errno.ENOENT and (tmp_path / "a").is_dir()

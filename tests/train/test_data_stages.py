@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from nanotrain.data.staged import StagedDataset
+from nanotrain.data.blend import BlendedDataset
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.report.history import RunHistory
 from nanotrain.report.tables import stage_table
@@ -12,7 +12,7 @@ from nanotrain.train.open_run import header
 from tests.train.small_run import Spy, metrics_of, small_run, train
 
 
-class Recording(StagedDataset):
+class Recording(BlendedDataset):
     """Notes the source and the sample of every read."""
 
     read: list[tuple[int, int]]
@@ -28,7 +28,7 @@ def run_stages(folder, *more, stages):
     with small_run(folder, *fixed, "--data-stages", *stages, *more) as run:
         assert "b from step 2: 1 " in header(run.plan, run.inputs, device="cpu")
         dataset, spy = run.batches.dataset, Spy()
-        assert isinstance(dataset, StagedDataset)
+        assert isinstance(dataset, BlendedDataset)
         run.batches.dataset = recording = Recording(dataset.datasets, dataset.stages)
         recording.read = []
         run.batches.restart(consumed_samples=run.state.consumed_samples, skipped_samples=0)

@@ -37,7 +37,7 @@ class From(UnevenDataset):
         return super().__getitem__(self.first + sample_number)
 
 
-DATA = BlendedDataset([From(first=0), From(first=500)], [Fraction(2), Fraction(1)])
+DATA = BlendedDataset.by_weight([From(first=0), From(first=500)], [Fraction(2), Fraction(1)])
 
 
 def losses_of(ctx: ParallelContext, case: Case) -> list[dict[str, float] | None]:
