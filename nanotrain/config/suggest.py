@@ -12,9 +12,8 @@ from functools import cache
 from nanotrain.config.tables import read_table
 
 LISTED_BY = "nanotrain train --help=all"  # the command that lists every option
-# Shares of equal characters, as difflib counts them.
-MIN_SIMILARITY, MIN_SIMILARITY_OF_A_CHOICE = 0.85, 0.7
-SHORT, MIN_SIMILARITY_OF_A_SHORT_NAME = 7, 0.8  # characters; one slip in five of them
+# Shares of equal characters, as difflib counts them; of a short name one slip is enough.
+MIN_SIMILARITY, MIN_SIMILARITY_OF_A_SHORT_NAME, MIN_SIMILARITY_OF_A_CHOICE = 0.85, 2 / 3, 0.7
 MIN_LENGTH_OF_A_WORD = 5  # of a single word that stands for a longer name
 
 
@@ -91,7 +90,8 @@ def by_spelling(name: str, known: Iterable[str]) -> str | None:
     for other in known:
         if digits(other) == digits(name):
             spellings.setdefault(plain(other), other)
-    cutoff = MIN_SIMILARITY if len(plain(name)) > SHORT else MIN_SIMILARITY_OF_A_SHORT_NAME
+    length = len(plain(name)) or 1
+    cutoff = min(MIN_SIMILARITY, max(MIN_SIMILARITY_OF_A_SHORT_NAME, (length - 1) / length))
     return spellings.get(similar(plain(name), list(spellings), cutoff=cutoff) or "")
 
 
