@@ -6,7 +6,7 @@ A world is planned without devices: groups, buffers and schedule of its first an
 import pytest
 
 from nanotrain.config.load import load
-from nanotrain.config.validate import validate_for_world
+from nanotrain.config.rules.check import validate_for_world
 from nanotrain.errors import ConfigError, NanotrainError
 from nanotrain.train.plans.plan import Plan, plan_run
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 TRANSLATE, LR, BATCHES = (
     "tests/config/test_translate.py",
     "tests/optim/test_lr.py",
-    "tests/config/test_batch_schedule.py",
+    "tests/config/test_schedules.py",
 )
 DIFFERENCES: dict[str, tuple[str, ...]] = {
     "dropout 0.1": (
@@ -28,7 +28,7 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
     "MLA normalizes": ("tests/config/test_translate.py::test_mla_without_norms_is_noted",),
     "a loss of multi-token prediction": ("tests/laws/test_mtp.py::test_multi_token_prediction_trains_as_on_one_rank",),
     "`--pipeline-model-parallel-layout`": (
-        "tests/config/test_pipeline_layout.py::test_layers_of_multi_token_prediction_before_the_last_stage_are_noted",
+        "tests/config/test_notation.py::test_layers_of_multi_token_prediction_before_the_last_stage_are_noted",
         "tests/spec/test_parameters.py::"
         "test_layers_of_multi_token_prediction_are_on_the_last_stage_and_like_the_last_layer",
     ),
@@ -95,7 +95,7 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
     ),
     "warmup below the decay (Megatron-LM)": (
         f"{LR}::test_warmup_and_decay_of_equal_length_do_not_divide_by_zero",
-        "tests/config/test_validate.py::test_a_broken_rule_is_named_with_its_numbers",
+        "tests/config/rules/test_check.py::test_a_broken_rule_is_named_with_its_numbers",
     ),
     "norms of queries and keys (Megatron-LM)": (
         "tests/model/test_norm.py::test_norms_of_heads_are_of_the_kind_of_the_others",
@@ -118,7 +118,7 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
     "lone surrogates": (
         "tests/prepare/test_corpus.py::test_a_lone_surrogate_does_not_stop_the_training_of_a_tokenizer",
     ),
-    "patterns of layers (Megatron-LM)": ("tests/config/test_pattern.py::test_a_pattern_is_lists_joined_and_repeated",),
+    "patterns of layers (Megatron-LM)": ("tests/config/test_notation.py::test_a_pattern_is_lists_joined_and_repeated",),
     "unbroken runs of characters": (
         "tests/prepare/test_bpe.py::test_an_unbroken_run_of_characters_is_trained_on_in_parts",
     ),

@@ -21,7 +21,7 @@ from nanotrain.cli.launch import split_arguments
 from nanotrain.cli.main import COMMANDS, main
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
-from nanotrain.config.validate import validate_for_world
+from nanotrain.config.rules.check import validate_for_world
 from nanotrain.train.plans.plan import plan_run
 from tests.test_docs import PAGES, ROOT, code_lines
 

@@ -13,9 +13,9 @@ from functools import partial
 from nanotrain.config.config import Config
 from nanotrain.config.flags import begins_argument, known_flags, parse
 from nanotrain.config.load import load_line, reply
+from nanotrain.config.rules.check import OPEN_NAMES, validate_for_world
 from nanotrain.config.schema import ENTRIES, value_of
 from nanotrain.config.suggest import by_spelling
-from nanotrain.config.validate import OPEN_NAMES, validate_for_world
 from nanotrain.errors import ConfigError
 from nanotrain.system import importing_torch
 

@@ -33,8 +33,8 @@ from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS
 from nanotrain.config.flags import parse
 from nanotrain.config.help import CONFIG_USAGE
 from nanotrain.config.load import load_line, reply, to_yaml
+from nanotrain.config.rules.check import check_data_parallel_size
 from nanotrain.config.schema import check_choice
-from nanotrain.config.validate import check_data_parallel_size
 from nanotrain.errors import EXIT_CODE, INTERRUPTED, ConfigError, NanotrainError, report
 from nanotrain.system import require_folders, run_program
 

@@ -24,8 +24,8 @@ from nanotrain.cli.parser import CommandParser
 from nanotrain.config.config import Config
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
+from nanotrain.config.rules.check import validate_for_world
 from nanotrain.config.schema import nest, to_dict
-from nanotrain.config.validate import validate_for_world
 from nanotrain.errors import ConfigError, NanotrainError
 from nanotrain.system import handling_signals
 

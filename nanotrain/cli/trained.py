@@ -17,7 +17,7 @@ from nanotrain.cli.parser import OF_FOLDER, CommandParser, count, not_negative, 
 from nanotrain.config.config import Config, DataConfig, TrainConfig
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
-from nanotrain.config.validate import check_layout, validate_for_world
+from nanotrain.config.rules.check import check_layout, validate_for_world
 from nanotrain.errors import ConfigError, EnvironmentFault, TopologyError
 from nanotrain.quantities import count_of
 from nanotrain.system import importing_torch

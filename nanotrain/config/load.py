@@ -21,6 +21,7 @@ from nanotrain.config.flags import CommandLine, Setting, apply_aliases, parse
 from nanotrain.config.help import USAGE, help_text
 from nanotrain.config.option import flag_of
 from nanotrain.config.references import without_values
+from nanotrain.config.rules.check import collect_errors
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import (
     ENTRIES,
@@ -34,7 +35,6 @@ from nanotrain.config.schema import (
     with_values,
 )
 from nanotrain.config.translate import megatron_values, translate
-from nanotrain.config.validate import collect_errors
 from nanotrain.errors import ConfigError, ErrorCollector
 
 

@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from nanotrain.config.batch_schedule import batch_schedule, steps_of_samples
 from nanotrain.config.config import Config, RecomputeGranularity
+from nanotrain.config.schedules import batch_schedule, steps_of_samples
 from nanotrain.config.tables import read_table
 from nanotrain.errors import ConfigError
 from nanotrain.quantities import count_of, step_name

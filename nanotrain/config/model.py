@@ -8,8 +8,8 @@ from enum import Enum
 from math import lcm, log
 from typing import Self
 
+from nanotrain.config.notation import read_expert_pattern, read_no_rope_pattern, read_window_pattern
 from nanotrain.config.option import above, at_least, between, option, section
-from nanotrain.config.pattern import read_expert_pattern, read_no_rope_pattern, read_window_pattern
 from nanotrain.errors import ConfigError
 from nanotrain.quantities import round_up
 

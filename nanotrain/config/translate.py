@@ -16,8 +16,8 @@ from nanotrain.config.arguments import choice_of, is_file
 from nanotrain.config.config import Activation, Config, ParallelConfig, PositionEmbedding
 from nanotrain.config.flags import CommandLine, MegatronArgument
 from nanotrain.config.megatron import megatron
+from nanotrain.config.notation import read_pipeline_layout
 from nanotrain.config.option import flag_of
-from nanotrain.config.pipeline_layout import read_pipeline_layout
 from nanotrain.config.schema import ENTRIES, argument_of, convert, plain, typed, value_of, with_values
 from nanotrain.errors import ConfigError, ErrorCollector
 from nanotrain.quantities import count_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from nanotrain.config.config import DataConfig
-from nanotrain.config.data_stages import read_stages
+from nanotrain.config.notation import read_stages
 from nanotrain.data.batch import SampleDataset
 from nanotrain.data.blend import BlendedDataset, StageBlend
 from nanotrain.data.corpus_info import recorded_tokenizer, require_same_tokenizer

@@ -19,7 +19,7 @@ the first sample without target tokens. The loss is a mean over target tokens, a
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nanotrain.config.batch_schedule import BatchSchedule, Steps
+from nanotrain.config.schedules import BatchSchedule, Steps
 from nanotrain.errors import ConfigError
 from nanotrain.quantities import count_of
 

@@ -41,10 +41,10 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from nanotrain.comm.collectives import barrier
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.batch_schedule import batch_schedule, batch_sizes
 from nanotrain.config.config import Config
 from nanotrain.config.load import Loaded
-from nanotrain.config.validate import check_layout, check_model, validate_for_world
+from nanotrain.config.rules.check import check_layout, check_model, validate_for_world
+from nanotrain.config.schedules import batch_schedule, batch_sizes
 from nanotrain.data.batch import Sample
 from nanotrain.data.build import DatasetSplits
 from nanotrain.errors import EnvironmentFault, NanotrainError

@@ -34,8 +34,7 @@ from nanotrain.config.config import (
     PrecisionConfig,
     TrainConfig,
 )
-from nanotrain.config.pattern import read_pattern, write_pattern
-from nanotrain.config.pipeline_layout import read_pipeline_layout, write_pipeline_layout
+from nanotrain.config.notation import read_pattern, read_pipeline_layout, write_pattern, write_pipeline_layout
 from nanotrain.config.schema import KEYS, flat_values
 from nanotrain.quantities import round_up
 

@@ -14,8 +14,8 @@ from io import BytesIO
 from pathlib import Path
 from string import Template
 
-from nanotrain.config.batch_schedule import num_microbatches
 from nanotrain.config.config import ParallelConfig, TrainConfig
+from nanotrain.config.schedules import num_microbatches
 from nanotrain.config.schema import with_values
 from nanotrain.errors import EnvironmentFault, NanotrainError
 from nanotrain.parallel.pp.actions import PipelineShape

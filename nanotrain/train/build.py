@@ -20,9 +20,9 @@ from nanotrain.comm.device import compute_capability
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.stop_point import StopPoint
-from nanotrain.config.batch_schedule import samples_of_steps
 from nanotrain.config.config import Config
-from nanotrain.config.data_stages import read_stages, stage_starts
+from nanotrain.config.notation import read_stages, stage_starts
+from nanotrain.config.schedules import samples_of_steps
 from nanotrain.data.batch import Batch
 from nanotrain.data.blend import BlendedDataset
 from nanotrain.data.loader import GlobalBatchLoader

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from nanotrain.config.config import Config, ParallelConfig
 from nanotrain.config.model import SoftmaxType
-from nanotrain.config.rules.memory import DISCARDED
+from nanotrain.config.rules.layout import DISCARDED
 from nanotrain.parallel.pp.actions import ActionKind, PipelineShape
 from nanotrain.parallel.pp.schedules import build_schedule
 

@@ -29,9 +29,9 @@ from nanotrain.checkpoint.store import (
 )
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.load import Loaded
+from nanotrain.config.rules.check import check_layout, check_model
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import KEYS, config_from_dict, flat_values, plain, value_of, with_values
-from nanotrain.config.validate import check_layout, check_model
 from nanotrain.data.build import build_data, first_blend, tokenizer_of, uses_quickstart
 from nanotrain.data.data_path import parse_data_path
 from nanotrain.data.indexed import IndexedTokens

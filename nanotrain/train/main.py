@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from nanotrain.config.config import Config
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line, load_object, reply
-from nanotrain.config.validate import validate_for_world
+from nanotrain.config.rules.check import validate_for_world
 from nanotrain.errors import INTERRUPTED, EnvironmentFault, LocalFault, NanotrainError, ReportedFault, report
 from nanotrain.log import get_logger, start_logging
 from nanotrain.runs.folder import RunFolder

@@ -1,9 +1,9 @@
 """Configurations for tests, written as short as their fields' unique names allow."""
 
 from nanotrain.config.config import Config
+from nanotrain.config.rules.check import collect_errors
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import ENTRIES, KEYS, config_from_dict, nest
-from nanotrain.config.validate import collect_errors
 from nanotrain.errors import ErrorCollector
 
 

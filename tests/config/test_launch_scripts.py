@@ -8,8 +8,8 @@ from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS
 from nanotrain.config.flags import OWN_FLAGS, parse
 from nanotrain.config.load import Loaded, flag_lines, load
 from nanotrain.config.megatron import megatron
+from nanotrain.config.rules.check import validate_for_world
 from nanotrain.config.schema import value_of
-from nanotrain.config.validate import validate_for_world
 from tests.config.launch_scripts import SCRIPTS
 
 GOAL, ACCEPTED = 145, 150  # of the 150 flags used most

@@ -2,12 +2,12 @@
 
 import pytest
 
-from nanotrain.config.batch_schedule import global_batch_size
 from nanotrain.config.compose import config_dir
 from nanotrain.config.config import DType, RouterScore
 from nanotrain.config.load import load, load_config
+from nanotrain.config.rules.check import check_layout, validate_for_world
+from nanotrain.config.schedules import global_batch_size
 from nanotrain.config.schema import value_of
-from nanotrain.config.validate import check_layout, validate_for_world
 from nanotrain.errors import TopologyError
 from nanotrain.spec.counts import num_active_parameters, num_parameters
 from nanotrain.spec.shape import ModelShape

@@ -106,7 +106,7 @@ def test_a_message_leads_to_what_was_meant(arguments, has, has_not):
 
 
 def test_one_rank_is_told_how_to_start_more():
-    from nanotrain.config.validate import validate_for_world
+    from nanotrain.config.rules.check import validate_for_world
 
     with pytest.raises(ConfigError, match=r"run on 2 ranks \(nanotrain train --nproc-per-node 2"):
         validate_for_world(load(["--tensor-model-parallel-size", "2"]).config, 1)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanotrain.config.batch_schedule import read_steps
+from nanotrain.config.schedules import read_steps
 from nanotrain.data.batch import Batch, Sample, split_sequences
 from nanotrain.data.blend import BlendedDataset
 from nanotrain.data.gpt import SyntheticDataset

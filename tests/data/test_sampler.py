@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanotrain.config.batch_schedule import Steps
+from nanotrain.config.schedules import Steps
 from nanotrain.data.sampler import MicrobatchSampler, SamplerConfig, microbatch_samples
 from nanotrain.errors import ConfigError
 

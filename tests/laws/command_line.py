@@ -31,7 +31,7 @@ from nanotrain.checkpoint.read import read_global_tensors
 from nanotrain.checkpoint.store import find_checkpoint, read_manifest
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import Loaded, load
-from nanotrain.config.validate import validate_for_world
+from nanotrain.config.rules.check import validate_for_world
 from nanotrain.train import main as entry
 from nanotrain.train.fit import fit
 from nanotrain.train.inputs import open_inputs

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load_object
-from nanotrain.config.validate import validate_for_world
+from nanotrain.config.rules.check import validate_for_world
 from nanotrain.errors import NanotrainError
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.plans.plan import plan_run

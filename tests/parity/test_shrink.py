@@ -7,12 +7,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from nanotrain.config.batch_schedule import num_microbatches
 from nanotrain.config.compose import config_dir
 from nanotrain.config.config import Config, DType
 from nanotrain.config.load import load
+from nanotrain.config.rules.check import check_layout, check_model, validate_for_world
+from nanotrain.config.schedules import num_microbatches
 from nanotrain.config.schema import KEYS, flat_values, value_of, with_values
-from nanotrain.config.validate import check_layout, check_model, validate_for_world
 from nanotrain.errors import ConfigError, TopologyError
 from nanotrain.parallel.cp import CORE_ATTENTIONS
 from nanotrain.parallel.pp.schedules import SCHEDULES

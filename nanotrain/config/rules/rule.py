@@ -7,8 +7,8 @@ from math import lcm
 from typing import Any
 
 from nanotrain.config.config import Config, ModelConfig
-from nanotrain.config.length_schedule import length_schedule
-from nanotrain.config.pipeline_layout import count_mtp_layers, read_pipeline_layout
+from nanotrain.config.notation import count_mtp_layers, read_pipeline_layout
+from nanotrain.config.schedules import length_schedule
 from nanotrain.config.schema import ENTRIES, value_of
 from nanotrain.errors import ConfigError, ErrorCollector
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from nanotrain.config.config import ModelConfig, MoEConfig, PositionEmbedding, RouterScore
 from nanotrain.config.model import GATED
-from nanotrain.config.pattern import write_pattern
+from nanotrain.config.notation import write_pattern
 from nanotrain.config.schema import without_absent
 from nanotrain.spec.shape import ModelShape, MoEShape
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from nanotrain.config.config import Activation, ModelConfig, MoEConfig, PositionEmbedding, YarnConfig
-from nanotrain.config.pattern import write_pattern
+from nanotrain.config.notation import write_pattern
 from nanotrain.config.schema import value_of, with_values
 from nanotrain.interop.hf.canonical import resolved
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject

@@ -11,10 +11,10 @@ from itertools import chain, product
 from math import prod
 from typing import Any, NamedTuple
 
-from nanotrain.config.batch_schedule import num_microbatches
 from nanotrain.config.config import Config, MemoryConfig, RecomputeGranularity, ShardingStrategy
+from nanotrain.config.rules.check import check_layout
+from nanotrain.config.schedules import num_microbatches
 from nanotrain.config.schema import with_values
-from nanotrain.config.validate import check_layout
 from nanotrain.errors import ConfigError, NanotrainError
 from nanotrain.parallel.dp.options import MAX_FULL_BUCKETS
 from nanotrain.parallel.pp.actions import ActionKind, PipelineShape, Schedule

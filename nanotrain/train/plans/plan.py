@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from nanotrain.attention.backends import backend_flags
-from nanotrain.config.batch_schedule import batch_schedule, global_batch_size
 from nanotrain.config.config import Config, OuterShardingStrategy, ParallelConfig
-from nanotrain.config.length_schedule import length_schedule
-from nanotrain.config.pipeline_layout import read_pipeline_layout
+from nanotrain.config.notation import read_pipeline_layout
+from nanotrain.config.rules.check import OPEN_NAMES
+from nanotrain.config.schedules import batch_schedule, global_batch_size, length_schedule
 from nanotrain.config.schema import ENTRIES, check_choice, value_of
-from nanotrain.config.validate import OPEN_NAMES
 from nanotrain.data.sampler import SamplerConfig
 from nanotrain.errors import ErrorCollector
 from nanotrain.kernels.fp8.layer import layers_in_bf16

@@ -4,10 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.config.validate import check_layout
+from nanotrain.config.load import load_config
+from nanotrain.config.rules.check import check_layout
+from nanotrain.config.rules.layout import longest_stage
+from nanotrain.config.rules.rule import Values
 from nanotrain.errors import ConfigError, TopologyError
 from nanotrain.spec.stages import split_layers
-from tests.config.asking import config_of
+from tests.config.asking import config_of, validate
 
 TP2 = {"tensor_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
@@ -167,3 +170,101 @@ def test_the_rule_of_stages_refuses_exactly_what_cannot_be_split(num_layers, pp,
             check_layout(config)
     else:
         check_layout(config)
+
+
+FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
+EXPERTS, MLA = {"num_experts": 4}, {"multi_latent_attention": True}
+OFFLOAD = {"cpu_offloading": True, "cpu_offloading_num_layers": 2}
+
+
+def modules(*names: str) -> dict[str, object]:
+    return SELECTIVE | {"recompute_modules": list(names)}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        FULL,
+        FULL | {"recompute_method": "block"},
+        FULL | {"recompute_method": "uniform", "recompute_num_layers": 4},
+        PP2 | FULL | {"num_layers": 5, "recompute_method": "block", "recompute_num_layers": 3},
+        SELECTIVE,
+        modules("core_attn", "layernorm", "mlp"),
+        modules("moe") | EXPERTS,
+        modules("moe_act", "mlp") | EXPERTS | {"moe_layer_freq": "[0]+[1]*3"},
+        modules("mla_up_proj") | MLA,
+        modules("core_attn", "mlp") | {"torch_compile": True},
+        OFFLOAD,
+    ],
+)
+def test_what_fits_breaks_no_rule(keys):
+    validate(config_of(**keys), to_train=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"recompute_method": "block"},
+            "recompute_method = block has no effect: it belongs to",
+        ),
+        (SELECTIVE | {"recompute_num_layers": 2}, "recompute_num_layers = 2 has no effect"),
+        ({"recompute_modules": ["mlp"]}, "it belongs to recompute_granularity selective"),
+        (FULL | {"recompute_modules": ["mlp"]}, "it belongs to recompute_granularity selective"),
+        (FULL | {"recompute_num_layers": 2}, "recompute_method is unset"),
+        (FULL | {"recompute_num_layers": 2}, "set --recompute-method uniform or --recompute-method block"),
+        (FULL | {"recompute_method": "block", "recompute_num_layers": 5}, "set --recompute-num-layers to at most 4"),
+        (
+            PP2 | FULL | {"recompute_method": "uniform", "recompute_num_layers": 3},
+            "the longest of 2 pipeline stages has 2 of 4 layers",
+        ),
+        (modules("core_atn"), "did you mean core_attn?"),
+        (modules("core_attn", "moe"), "moe has no effect: the model has no experts"),
+        (modules("mla_up_proj"), "mla_up_proj has no effect: multi_latent_attention is off"),
+        (modules("mlp") | EXPERTS, "mlp has no effect: every layer has experts"),
+        (modules("moe", "moe_act") | EXPERTS, "moe_act has no effect"),
+        ({"cpu_offloading_num_layers": 2}, "cpu_offloading_num_layers = 2 has no effect"),
+        (OFFLOAD | {"cpu_offloading_num_layers": 0}, "set --cpu-offloading-num-layers to at most 3"),
+        (OFFLOAD | {"cpu_offloading_num_layers": 4}, "the longest of 1 pipeline stage has 4 of 4 layers"),
+        (OFFLOAD | PP2 | {"cpu_offloading_num_layers": 2}, "set --cpu-offloading-num-layers to at most 1"),
+        (OFFLOAD | SELECTIVE, "cpu_offloading with recompute_granularity selective"),
+        (OFFLOAD | {"torch_compile": True}, "cpu_offloading with torch_compile"),
+        (OFFLOAD | {"device": "cpu"}, "activations on a CPU are in host memory already"),
+        (modules("layernorm") | {"torch_compile": True}, "torch_compile with recompute_modules layernorm"),
+    ],
+)
+def test_a_contradiction_is_one_error(keys, message):
+    with pytest.raises(ConfigError) as caught:
+        validate(config_of(**keys), to_train=True)
+    assert message in str(caught.value)
+
+
+@given(num_layers=st.integers(2, 40), pp=st.integers(1, 8), first=st.none() | st.integers(1, 5))
+def test_the_longest_stage_is_that_of_the_split(num_layers, pp, first):
+    if num_layers < 2 * pp + 5 or (pp == 1 and first):
+        return
+    fields = {"num_layers": num_layers, "pipeline_model_parallel_size": pp, "decoder_first_pipeline_num_layers": first}
+    stages = split_layers(num_layers, pp, first=first)
+    assert longest_stage(Values(config_of(**fields))) == max(len(stage.layers) for stage in stages)
+
+
+def test_the_flags_of_megatron_lm():
+    line = "--mock-data --vocab-size 512 --recompute-granularity full --recompute-method block --recompute-num-layers 2"
+    memory = load_config(line.split()).memory
+    assert (memory.recompute_granularity.value, memory.recompute_method.value, memory.recompute_num_layers) == (
+        "full",
+        "block",
+        2,
+    )
+    line = "--mock-data --vocab-size 512 --recompute-activations --recompute-modules core_attn layernorm"
+    memory = load_config(line.split()).memory
+    assert memory.recompute_granularity.value == "selective" and memory.recompute_modules == ["core_attn", "layernorm"]
+    with pytest.raises(ConfigError, match="--recompute-activations contradicts"):
+        load_config([*line.split(), "--recompute-granularity", "full"])
+
+
+def test_the_longest_stage_of_a_layout_is_counted():
+    layout = PP2 | {"num_layers": 6, "pipeline_model_parallel_layout": "Et|tttttL"}
+    validate(config_of(**layout, **FULL, recompute_method="block", recompute_num_layers=5), to_train=True)
+    with pytest.raises(ConfigError, match="the longest of 2 pipeline stages has 5 of 6 layers"):
+        validate(config_of(**layout, **FULL, recompute_method="block", recompute_num_layers=6), to_train=True)

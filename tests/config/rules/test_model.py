@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanotrain.config.validate import check_model
+from nanotrain.config.rules.check import check_model
 from nanotrain.errors import ConfigError
 from tests.config.asking import config_of
 

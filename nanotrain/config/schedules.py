@@ -1,13 +1,23 @@
-"""Global batch size as a function of the consumed samples.
+"""Global batch size and sequence length as functions of the consumed samples.
 
     constant                    --global-batch-size
     ramp-up                     --rampup-batch-size START INCREMENT SAMPLES: equal increments over the first samples
     steps                       --step-batch-size-schedule THRESHOLD:SIZE ...: a size from each threshold of tokens on
-
-`Steps` is also the form of the sequence length (config/length_schedule.py).
+    lengths                     --step-seq-length-schedule THRESHOLD:LENGTH ...: ascending to seq_length
 
 Nothing else is stored: a run that resumes has consumed some number of samples, which gives the size of its next batch.
 Source: Megatron-LM, `num_microbatches_calculator.py`.
+
+    consumed tokens    0 ............... 10B .............. 40B ......
+    length             1024              2048               4096 = seq_length
+    a sample           |--|--|--|--|     |-----|-----|      |-----------|
+
+A sample always has seq_length tokens. While the length is shorter, it is split into consecutive sequences of that
+length, each with positions from 0 and without attention to the others. So the samples, their order, the tokens of a
+step and the learning rate equal those of a run without the schedule, and every token is read once.
+
+Source: Li et al. 2022, "The Stability-Efficiency Dilemma" (sequence length warmup). There a batch keeps its number of
+sequences, and the rest of every sequence is not read.
 """
 
 from bisect import bisect_right
@@ -15,11 +25,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nanotrain.config.config import Config, TrainConfig
+from nanotrain.config.notation import read_number
 from nanotrain.errors import ConfigError
 from nanotrain.quantities import count_of, round_up
 
 MAX_SAMPLES, MAX_INCREMENTS = 10**15, 10_000  # of a ramp-up; far beyond any run
-SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
@@ -188,20 +198,6 @@ def read_steps(texts: list[str], seq_length: int, *, option: str = "step_batch_s
     return Steps(tuple(pairs))
 
 
-def read_number(text: str) -> int | None:
-    """A number with an optional suffix; None if the text is not a number.
-
-    >>> read_number("1.5K"), read_number("x")
-    (1500, None)
-    """
-    suffix = text[-1:].upper()
-    try:
-        number = int(float(text[:-1] if suffix in SUFFIXES else text) * SUFFIXES.get(suffix, 1))
-    except (ValueError, OverflowError):
-        return None
-    return number if number >= 0 else None
-
-
 def batch_sizes(schedule: BatchSchedule, consumed_samples: int = 0) -> Iterator[int]:
     """The sizes of the batches from `consumed_samples` on; an infinite iterator."""
     while True:
@@ -294,3 +290,42 @@ def num_microbatches(train: TrainConfig, dp: int) -> int:
             ),
         )
     return -(-batch_size // per_pass)
+
+
+LENGTH_OPTION = "step_seq_length_schedule"
+LENGTH_FLAG = "--step-seq-length-schedule"
+
+
+def length_schedule(config: Config) -> Steps | None:
+    """The schedule of the sequence length; None where it is always seq_length.
+
+    Raises:
+        ConfigError: a schedule that cannot be read, or lengths that do not ascend to seq_length and divide it.
+    """
+    texts, seq_length = config.train.step_seq_length_schedule, config.data.seq_length
+    if not texts:
+        return None
+    steps = read_steps(texts, seq_length, option=LENGTH_OPTION)
+    lengths = steps.sizes
+    shown = " ".join(map(str, lengths))
+    if steps.final != seq_length:
+        raise ConfigError(
+            f"{LENGTH_OPTION} ends at length {steps.final} and seq_length is {seq_length}",
+            why="a sample is seq_length tokens, which shorter lengths split",
+            fix=f"set --seq-length {max(lengths)}, or end {LENGTH_FLAG} with the length {seq_length}",
+        )
+    if any(after <= before for before, after in zip(lengths, lengths[1:], strict=False)):
+        raise ConfigError(
+            f"the lengths of {LENGTH_OPTION} are {shown}",
+            why="each length must be above the previous one",
+            fix="order them by length, with ascending numbers of tokens",
+        )
+    uneven = [length for length in lengths if seq_length % length]
+    if uneven:
+        fitting = " ".join(str(seq_length // parts) for parts in (8, 4, 2) if seq_length % parts == 0)
+        raise ConfigError(
+            f"{LENGTH_OPTION} has the length {uneven[0]}, which does not divide seq_length {seq_length}",
+            why="a sample is split into sequences of one length",
+            fix=f"use lengths such as {fitting}" if fitting else f"use divisors of {seq_length}",
+        )
+    return steps

@@ -8,17 +8,13 @@ validate_for_world    the rules that need the world size
 
 from collections.abc import Iterable
 
-from nanotrain.config.batch_schedule import batch_schedule, global_batch_size, num_microbatches
 from nanotrain.config.config import Config
-from nanotrain.config.data_stages import read_stages
-from nanotrain.config.length_schedule import length_schedule
-from nanotrain.config.rules.data_parallel import DATA_PARALLEL_RULES
-from nanotrain.config.rules.fp8 import FP8_LAYOUT_RULES, FP8_RULES
-from nanotrain.config.rules.layout import LAYOUT_RULES
-from nanotrain.config.rules.memory import MEMORY_RULES
+from nanotrain.config.notation import read_stages
+from nanotrain.config.rules.layout import LAYOUT_RULES, MEMORY_RULES
 from nanotrain.config.rules.model import HEAD_RULES, MLA_RULES, MOE_RULES, MTP_RULES, POSITION_RULES, YARN_RULES
 from nanotrain.config.rules.rule import Rule, check_rules
-from nanotrain.config.rules.run import RUN_RULES
+from nanotrain.config.rules.run import DATA_PARALLEL_RULES, FP8_LAYOUT_RULES, FP8_RULES, RUN_RULES
+from nanotrain.config.schedules import batch_schedule, global_batch_size, length_schedule, num_microbatches
 from nanotrain.errors import ConfigError, ErrorCollector
 from nanotrain.quantities import count_of
 

@@ -3,7 +3,7 @@
 import pytest
 
 from nanotrain.config.config import Config
-from nanotrain.config.validate import validate_for_world
+from nanotrain.config.rules.check import validate_for_world
 from nanotrain.errors import ConfigError
 from tests.config.asking import config_of, validate
 

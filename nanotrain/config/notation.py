@@ -1,0 +1,312 @@
+"""Settings that are texts with a form of their own.
+
+    patterns of layers     --moe-layer-freq [0]*3+[1]*58: a frequency, or one 0 or 1 per layer
+    pipeline layouts       --pipeline-model-parallel-layout Et*3|(tt|)*29,t|L: the layers of every stage
+    data stages            --data-stages "stable@0: 0.8 web 0.2 code" "anneal@9000: 0.5 web 0.5 math"
+    numbers                250B, as in schedules
+
+A pattern is a Python expression (lists of 0 and 1, `+`, and `*` by a number, which may be a sum). It is parsed, never
+evaluated.
+
+In a layout E is the embedding, t a transformer layer, m a layer of multi-token prediction, L the head with the loss,
+`|` begins the next stage. `x*3` repeats a letter and `(...)*3` a part; commas and spaces separate only. The syntax is
+that of Megatron-LM. Layers of multi-token prediction always run on the last stage, with the head: m may be left out.
+A stage before it that has only m, as Megatron-LM allows, has no layers and passes hidden states on.
+
+A data stage is NAME@START: BLEND. START is a step, or with "samples" after it a number of samples; the suffixes K, M, B
+and T are allowed. BLEND is what `--data-path` takes.
+"""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from nanotrain.errors import ConfigError
+from nanotrain.quantities import count_of
+
+SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+# More layers than any model has; guards against `[1]*10**9`.
+LONGEST_PATTERN = 10_000
+
+
+def read_pattern(text: str) -> int | list[int]:
+    """A frequency, or one 0 or 1 per layer.
+
+    Raises:
+        ConfigError: text that is neither.
+
+    >>> read_pattern("2"), read_pattern("[0]*2 + [1]"), read_pattern("([1] + [0]*2)*2")
+    (2, [0, 0, 1], [1, 0, 0, 1, 0, 0])
+    """
+    try:
+        value = read_node(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        value = 0
+    if isinstance(value, int) and value >= 1 or isinstance(value, list) and value and set(value) <= {0, 1}:
+        return value
+    raise ConfigError(
+        f"moe_layer_freq is {text!r}",
+        why="it takes N for every Nth layer, or lists of 0 (dense) and 1 (experts) joined by + and repeated by *",
+        fix="set --moe-layer-freq 1 for experts in every layer, or for example --moe-layer-freq '[0]*3+[1]*58'",
+    )
+
+
+def read_expert_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer has experts.
+
+    Raises:
+        ConfigError: a pattern that is invalid or does not have one 0 or 1 per layer.
+
+    >>> read_expert_pattern("2", 4)
+    (True, False, True, False)
+    """
+    pattern = read_pattern(text)
+    if isinstance(pattern, int):
+        return tuple(layer % pattern == 0 for layer in range(num_layers))
+    if len(pattern) != num_layers:
+        raise ConfigError(
+            f"moe_layer_freq {text} is for {count_of(len(pattern), 'layer')}",
+            why=f"num_layers is {num_layers}, and the pattern has one 0 or 1 for each",
+            fix=f"set --moe-layer-freq '[1]*{num_layers}' with a 0 for every dense layer",
+        )
+    return tuple(map(bool, pattern))
+
+
+def read_window_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer has the attention window.
+
+    Raises:
+        ConfigError: neither a number nor one 0 or 1 per layer.
+
+    >>> read_window_pattern("3", 4), read_window_pattern("[1]*3+[0]", 4), read_window_pattern("0", 2)
+    ((True, True, False, True), (True, True, True, False), (True, True))
+    """
+    fix = "set --window-attn-skip-freq 0 for a window in every layer, or for example '[1]*5+[0]'"
+    layers = _read_layers(text, num_layers, field="window_attn_skip_freq", values="a 1 (window) or 0 (none)", fix=fix)
+    return tuple(layer % layers != 0 for layer in range(1, num_layers + 1)) if isinstance(layers, int) else layers
+
+
+def read_no_rope_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer is without rotary positions.
+
+    Raises:
+        ConfigError: neither a number nor one 0 or 1 per layer.
+
+    >>> read_no_rope_pattern("2", 4), read_no_rope_pattern("[1]*3+[0]", 4), read_no_rope_pattern("0", 2)
+    ((False, True, False, True), (True, True, True, False), (False, False))
+    """
+    fix = "set --no-rope-freq 0 for rotary positions in every layer, or for example '[0]*3+[1]'"
+    layers = _read_layers(text, num_layers, field="no_rope_freq", values="a 1 (no rotary positions) or 0", fix=fix)
+    return tuple(layer % layers == 0 for layer in range(1, num_layers + 1)) if isinstance(layers, int) else layers
+
+
+def _read_layers(text: str, num_layers: int, *, field: str, values: str, fix: str) -> int | tuple[bool, ...]:
+    """A frequency, above the layers for 0; or a flag per layer; a ConfigError for text that is neither."""
+    try:
+        value = read_node(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        value = -1
+    if isinstance(value, int) and value >= 0:
+        return value or num_layers + 1
+    if isinstance(value, list) and len(value) == num_layers and set(value) <= {0, 1}:
+        return tuple(map(bool, value))
+    why = f"it takes N for every Nth layer, or {values} for each of {count_of(num_layers, 'layer')}"
+    raise ConfigError(f"{field} is {text!r}", why=why, fix=fix)
+
+
+def read_node(node: ast.expr) -> int | list[int]:
+    """The value of a number or a list of numbers, of their sums, and of a list or number times a number."""
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.List(elts=nodes):
+            numbers = [int(entry) for entry in map(read_node, nodes) if isinstance(entry, int)]
+            if len(numbers) == len(nodes):
+                return numbers
+        case ast.BinOp(left=left, op=operator, right=right):
+            first, second = read_node(left), read_node(right)
+            match (operator, first, second):
+                case (ast.Add(), list(), list()):
+                    return first + second
+                case (ast.Add(), int(), int()) if abs(first) + abs(second) <= LONGEST_PATTERN:
+                    return first + second
+                case (ast.Sub(), int(), int()) if abs(first) + abs(second) <= LONGEST_PATTERN:
+                    return first - second
+                case (ast.Mult(), int(), int()) if abs(first * second) <= LONGEST_PATTERN:
+                    return first * second
+                case (ast.Mult(), list(entries), int(times)) | (ast.Mult(), int(times), list(entries)):
+                    if len(entries) * times <= LONGEST_PATTERN:
+                        return entries * times
+    raise ValueError("not a pattern")
+
+
+def write_pattern(layers: tuple[bool, ...]) -> str:
+    """The shortest pattern: `1` for all layers, else run lengths.
+
+    >>> write_pattern((True, True)), write_pattern((False, False, True, True, False))
+    ('1', '[0]*2+[1]*2+[0]')
+    """
+    if all(layers):
+        return "1"
+    runs = ((int(kind), len(list(run))) for kind, run in groupby(layers))
+    return "+".join(f"[{kind}]*{length}" if length > 1 else f"[{kind}]" for kind, length in runs)
+
+
+LAYOUT_FLAG = "--pipeline-model-parallel-layout"
+LONGEST_LAYOUT = 100_000  # letters of an expanded layout, so that a slip such as t*999999999 is an error and no hang
+LAYOUT_FIX = "write E, then t for every layer, then L, with | before every further stage, as Ett|tt|ttL"
+
+
+def read_pipeline_layout(text: str) -> tuple[int, ...]:
+    """The number of layers of every stage; only the first and the last one may have none.
+
+    Raises:
+        ConfigError: other letters, or the embedding, the loss or layers in the wrong place.
+
+    >>> read_pipeline_layout("Et*3|(tt|)*2,t|L")
+    (3, 2, 2, 1, 0)
+    """
+    stages = _expand_layout(text).split("|")
+    joined = "".join(stages)
+    if sum("m" in stage for stage in stages) > 1:
+        why = "the layers of multi-token prediction, m, are on one stage"
+        raise ConfigError(f"{LAYOUT_FLAG} is {text!r}", why=why, fix="write all m right before L, as Ett|tt|ttm*2L")
+    if not re.fullmatch(r"Et*m*L", joined) or stages[0][:1] != "E" or stages[-1][-1:] != "L":
+        why = "the embedding E is first, the loss L is last, and there are layers t between"
+        raise ConfigError(f"{LAYOUT_FLAG} is {text!r}", why=why, fix=LAYOUT_FIX)
+    lengths = tuple(stage.count("t") for stage in stages)
+    if not all(stages[1:-1]) or sum(lengths) == 0:
+        why = "every stage between the first and the last has layers"
+        raise ConfigError(f"{LAYOUT_FLAG} is {text!r}", why=why, fix=LAYOUT_FIX)
+    return lengths
+
+
+def count_mtp_layers(text: str) -> int | None:
+    """The layers of multi-token prediction in a layout; None where it names none.
+
+    >>> count_mtp_layers("Et|tm*2L"), count_mtp_layers("Et|tL")
+    (2, None)
+    """
+    return _expand_layout(text).count("m") or None
+
+
+def moves_mtp_layers(text: str) -> bool:
+    """Whether a layout has layers of multi-token prediction before the last stage, which runs them here.
+
+    >>> moves_mtp_layers("Et|t|m|L"), moves_mtp_layers("Et|t|mL")
+    (True, False)
+    """
+    return "m" in _expand_layout(text).rpartition("|")[0]
+
+
+def write_pipeline_layout(lengths: Sequence[int]) -> str:
+    """The layout of stages with these numbers of layers.
+
+    >>> write_pipeline_layout((3, 2, 2, 0))
+    'Et*3|t*2|t*2|L'
+    """
+    stages = "|".join("t" * length for length in lengths)
+    runs = ((letter, len(list(run))) for letter, run in groupby(f"E{stages}L"))
+    return "".join(letter if count == 1 else f"{letter}*{count}" for letter, count in runs)
+
+
+def _expand_layout(text: str) -> str:
+    """The layout with all repetitions written out."""
+
+    def repeat(match: re.Match[str]) -> str:
+        count = int(match[2] or 1)
+        if len(match[1]) * count > LONGEST_LAYOUT:
+            raise ConfigError(
+                f"{LAYOUT_FLAG} is {text!r}", why=f"it has more than {LONGEST_LAYOUT} letters", fix=LAYOUT_FIX
+            )
+        return match[1] * count
+
+    expanded = re.sub(r"([A-Za-z|])\*(\d{1,9})", repeat, re.sub(r"[\s,]", "", text))
+    while (inner := re.sub(r"\(([A-Za-z|]*)\)(?:\*(\d{1,9}))?", repeat, expanded)) != expanded:
+        expanded = inner
+    if other := re.search(r"[^EtmL|]", expanded):
+        why = f"{other[0]!r} is not one of E, t, L, |, (...), * and a number"
+        raise ConfigError(f"{LAYOUT_FLAG} is {text!r}", why=why, fix=LAYOUT_FIX)
+    return expanded
+
+
+_STAGE = re.compile(r"(?P<name>[\w.-]+)@(?P<start>[\d.]+[KMBTkmbt]?)(?P<unit>samples)?:\s*(?P<blend>\S.*)", re.DOTALL)
+STAGES_EXAMPLE = '"stable@0: 0.8 web 0.2 code" "anneal@9000: 0.5 web 0.5 math"'
+
+
+@dataclass(frozen=True)
+class DataStage:
+    """One stage: from its start to the start of the next, batches come from its blend."""
+
+    name: str
+    start: int  # the first step, counted from 0, or the first sample
+    in_samples: bool  # whether `start` is a sample
+    blend: str  # as `--data-path`
+
+
+def read_stages(texts: Sequence[str], train_iters: int | None = None) -> tuple[DataStage, ...]:
+    """The stages of `--data-stages`, in order.
+
+    Args:
+        texts: the entries.
+        train_iters: steps of the run, which every stage in steps begins before; None for any.
+
+    Raises:
+        ConfigError: all mistakes in one: form, repeated names, starts that do not begin at 0 and ascend in one unit.
+
+    >>> read_stages(["a@0: web", "b@1K: 0.5 web 0.5 math"])[1]
+    DataStage(name='b', start=1000, in_samples=False, blend='0.5 web 0.5 math')
+    """
+    stages, mistakes = [], []
+    for text in texts:
+        found = _STAGE.fullmatch(text.strip())
+        start = None if found is None else read_number(found["start"])
+        if found is None or start is None:
+            mistakes.append(f"{text!r} is not NAME@START: BLEND")
+            continue
+        stages.append(DataStage(found["name"], start, found["unit"] is not None, found["blend"].strip()))
+    if not mistakes and stages:
+        mistakes = _stage_mistakes(stages, train_iters)
+    if mistakes:
+        why = "stages have different names, and starts in one unit that ascend from 0 and lie inside the run"
+        raise ConfigError(f"data.stages: {'; '.join(mistakes)}", why=why, fix=f"write --data-stages {STAGES_EXAMPLE}")
+    return tuple(stages)
+
+
+def stage_starts(stages: Sequence[DataStage], samples_of_steps: Callable[[int], int]) -> tuple[int, ...]:
+    """The first sample of every stage; `samples_of_steps` returns the number of samples in the first steps."""
+    return tuple(stage.start if stage.in_samples else samples_of_steps(stage.start) for stage in stages)
+
+
+def _stage_mistakes(stages: Sequence[DataStage], train_iters: int | None) -> list[str]:
+    counts = Counter(stage.name for stage in stages)
+    mistakes = [f"{name} is the name of {count} stages" for name, count in counts.items() if count > 1]
+    if stages[0].start != 0:
+        mistakes.append(f"the first stage, {stages[0].name}, starts at {stages[0].start}")
+    if len({stage.in_samples for stage in stages[1:]}) > 1:
+        mistakes.append("some stages start at steps and some at samples")
+    else:
+        for before, after in zip(stages, stages[1:], strict=False):
+            if after.start <= before.start:
+                mistakes.append(f"{after.name} starts at {after.start}, not after {before.name} at {before.start}")
+    for stage in stages[1:]:
+        if train_iters is not None and not stage.in_samples and stage.start >= train_iters:
+            mistakes.append(f"{stage.name} starts at step {stage.start} of a run of {count_of(train_iters, 'step')}")
+    return mistakes
+
+
+def read_number(text: str) -> int | None:
+    """A number with an optional suffix; None if the text is not a number.
+
+    >>> read_number("1.5K"), read_number("x")
+    (1500, None)
+    """
+    suffix = text[-1:].upper()
+    try:
+        number = int(float(text[:-1] if suffix in SUFFIXES else text) * SUFFIXES.get(suffix, 1))
+    except (ValueError, OverflowError):
+        return None
+    return number if number >= 0 else None
