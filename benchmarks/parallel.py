@@ -102,7 +102,7 @@ def cp_sent(step: Step, *, comm_type: str) -> float:
     shape, width = step.shape, step.shape.hidden // step.shape.heads
     positions = step.micro_batch * shape.seq // 2
     attention = AttentionShape(positions, shape.heads, shape.kv_heads, width, width, itemsize=BYTES)
-    return step.num_microbatches * shape.layers * sum(ATTENTION_BYTES[comm_type](attention, 2).values())
+    return step.num_microbatches * shape.layers * sum(map(sum, ATTENTION_BYTES[comm_type](attention, 2).values()))
 
 
 def ep_sent(step: Step) -> float:

@@ -51,6 +51,10 @@ class AttentionShape:
         """Elements of the keys and values of this rank."""
         return self.positions * self.num_groups * (self.head_dim + self.value_head_dim)
 
+    def output_bytes(self, size: int) -> int:
+        """Bytes of the output that Ulysses sends."""
+        return reduced_bytes(self.positions * self.num_heads * self.value_head_dim * self.itemsize, size)
+
 
 @dataclass(frozen=True)
 class ExpertShape:
@@ -154,14 +158,13 @@ def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
         value_head_dim=plan.shape.value_head_dim,
         itemsize=Precision.of(config.precision).params.itemsize,
     )
-    num_layers = len(_layers(plan))
-    for operation, num_bytes in count(layer, size).items():
-        yield ("cp", operation), plan.num_microbatches * num_layers * num_bytes
-    again = len(recomputed_layers(plan, "core_attn"))
-    is_full = plan.config.memory.recompute_granularity is RecomputeGranularity.full
-    recomputed = recomputed_attention_bytes(layer, size, comm_type=config.parallel.cp_comm_type, is_full=is_full)
-    for operation, num_bytes in recomputed.items():
-        yield ("cp", operation), plan.num_microbatches * again * num_bytes
+    is_full = config.memory.recompute_granularity is RecomputeGranularity.full
+    # a core attention that runs again alone, not in a layer, ends at its last saved tensor: the output is not sent
+    unsent = 0 if is_full or config.parallel.cp_comm_type != "a2a" else layer.output_bytes(size)
+    num_layers, again = len(_layers(plan)), len(recomputed_layers(plan, "core_attn"))
+    for operation, (forward, backward) in count(layer, size).items():
+        num_bytes = num_layers * (forward + backward) + again * max(0, forward - unsent)
+        yield ("cp", operation), plan.num_microbatches * num_bytes
 
 
 def experts(plan: Plan) -> Iterator[tuple[Key, int]]:
@@ -177,14 +180,12 @@ def experts(plan: Plan) -> Iterator[tuple[Key, int]]:
         hidden_size=plan.shape.hidden_size,
         itemsize=Precision.of(plan.config.precision).params.itemsize,
     )
-    num_layers = sum(map(plan.shape.has_experts, _layers(plan)))
-    for group, count in ((ep, expert_parallel_bytes), (etp, expert_tensor_parallel_bytes)):
-        for operation, num_bytes in count(layer, group.size).items():
-            yield (group.name, operation), plan.num_microbatches * num_layers * num_bytes
-    again = sum(map(plan.shape.has_experts, recomputed_layers(plan, "moe")))
-    for group, count in ((ep, expert_parallel_bytes), (etp, expert_tensor_parallel_bytes)):
-        for operation, num_bytes in count(layer, group.size, trips=TOKEN_TRIPS // 2).items():
-            yield (group.name, operation), plan.num_microbatches * again * num_bytes
+    passes = ((_layers(plan), TOKEN_TRIPS), (recomputed_layers(plan, "moe"), TOKEN_TRIPS // 2))
+    for layers, trips in passes:
+        number = plan.num_microbatches * sum(map(plan.shape.has_experts, layers))
+        for group, count in ((ep, expert_parallel_bytes), (etp, expert_tensor_parallel_bytes)):
+            for operation, num_bytes in count(layer, group.size, trips=trips).items():
+                yield (group.name, operation), number * num_bytes
 
 
 def recomputed_layers(plan: Plan, module: str) -> list[int]:
@@ -225,51 +226,35 @@ def matrices(plan: Plan) -> Iterator[tuple[Key, int]]:
             yield (getattr(groups, axis).name, "all_to_all"), numel * rule.dtype(config).itemsize
 
 
-def all_gather_attention_bytes(shape: AttentionShape, size: int) -> dict[str, int]:
+def all_gather_attention_bytes(shape: AttentionShape, size: int) -> dict[str, tuple[int, int]]:
     """All-gather of keys and values, reduce-scatter of their gradients.
 
     >>> all_gather_attention_bytes(AttentionShape(1024, 32, 8, 128, 128, itemsize=2), 4)
-    {'all_gather': 12582912, 'reduce_scatter': 12582912}
+    {'all_gather': (12582912, 0), 'reduce_scatter': (0, 12582912)}
     """
     num_bytes = (size - 1) * shape.key_value_elements * shape.itemsize
-    return {"all_gather": num_bytes, "reduce_scatter": num_bytes}
+    return {"all_gather": (num_bytes, 0), "reduce_scatter": (0, num_bytes)}
 
 
-def ring_attention_bytes(shape: AttentionShape, size: int) -> dict[str, int]:
+def ring_attention_bytes(shape: AttentionShape, size: int) -> dict[str, tuple[int, int]]:
     """cp - 1 ring steps of keys and values in forward and backward, and cp ring steps of their gradients in fp32.
 
     >>> ring_attention_bytes(AttentionShape(1024, 32, 8, 128, 128, itemsize=2), 4)
-    {'p2p': 58720256}
+    {'p2p': (12582912, 46137344)}
     """
-    key_value_bytes = (size - 1) * shape.key_value_elements * shape.itemsize
-    return {"p2p": 2 * key_value_bytes + size * shape.key_value_elements * max(4, shape.itemsize)}
+    key_values = (size - 1) * shape.key_value_elements * shape.itemsize
+    return {"p2p": (key_values, key_values + size * shape.key_value_elements * max(4, shape.itemsize))}
 
 
-def ulysses_attention_bytes(shape: AttentionShape, size: int) -> dict[str, int]:
+def ulysses_attention_bytes(shape: AttentionShape, size: int) -> dict[str, tuple[int, int]]:
     """All-to-all of queries, keys, values and outputs, and of their gradients.
 
     >>> ulysses_attention_bytes(AttentionShape(1024, 32, 8, 128, 128, itemsize=2), 4)
-    {'all_to_all': 31457280}
+    {'all_to_all': (15728640, 15728640)}
     """
     num_groups = math.lcm(shape.num_groups, size)  # heads are repeated until cp divides them
     elements = shape.positions * (shape.num_heads + num_groups) * (shape.head_dim + shape.value_head_dim)
-    return {"all_to_all": 2 * reduced_bytes(elements * shape.itemsize, size)}
-
-
-def recomputed_attention_bytes(shape: AttentionShape, size: int, *, comm_type: str, is_full: bool) -> dict[str, int]:
-    """The recomputed forward of a core attention; alone (not as part of a full layer) it ends at its last saved tensor.
-
-    >>> shape = AttentionShape(1024, 32, 8, 128, 128, itemsize=2)
-    >>> recomputed_attention_bytes(shape, 4, comm_type="a2a", is_full=False)
-    {'all_to_all': 9437184}
-    """
-    if comm_type == "p2p":
-        return {"p2p": (size - 1) * shape.key_value_elements * shape.itemsize}
-    if comm_type == "allgather":
-        return {"all_gather": (size - 1) * shape.key_value_elements * shape.itemsize}
-    forward = ulysses_attention_bytes(shape, size)["all_to_all"] // 2
-    output = reduced_bytes(shape.positions * shape.num_heads * shape.value_head_dim * shape.itemsize, size)
-    return {"all_to_all": forward if is_full else forward - output}
+    return {"all_to_all": (reduced_bytes(elements * shape.itemsize, size),) * 2}
 
 
 def expert_parallel_bytes(shape: ExpertShape, size: int, *, trips: int = TOKEN_TRIPS) -> dict[str, int]:
@@ -293,7 +278,8 @@ def expert_tensor_parallel_bytes(shape: ExpertShape, size: int, *, trips: int = 
     }
 
 
-ATTENTION_BYTES: dict[str, Callable[[AttentionShape, int], dict[str, int]]] = {
+# by operation, in a forward and in its backward
+ATTENTION_BYTES: dict[str, Callable[[AttentionShape, int], dict[str, tuple[int, int]]]] = {
     "allgather": all_gather_attention_bytes,
     "p2p": ring_attention_bytes,
     "a2a": ulysses_attention_bytes,
