@@ -45,7 +45,7 @@ def start_logging(*, coordinates: str = "", is_first: bool = True, level: int = 
     """Send nanotrain's log lines to standard error; calling it again replaces the coordinates.
 
     Args:
-        coordinates: of the rank, "dp3" or "pp1 dp3 tp0"; empty for a job of one rank.
+        coordinates: coordinates of the rank, "dp3" or "pp1 dp3 tp0"; empty for a job of one rank.
         is_first: whether this is the first rank; other ranks log only warnings and errors.
         level: lowest level to log.
     """

@@ -109,9 +109,9 @@ def launch(options: Sequence[str], arguments: Sequence[str], *, environment: Mut
     """Check the training arguments, then train on one process per rank.
 
     Args:
-        options: torchrun's, from `split_arguments`.
-        arguments: of the training.
-        environment: of this process, which the ranks inherit; OMP_NUM_THREADS is set in it.
+        options: torchrun's options, from `split_arguments`.
+        arguments: arguments of the training.
+        environment: environment of this process, which the ranks inherit; OMP_NUM_THREADS is set in it.
 
     Returns:
         The exit code: 0 after the last step or a saved stop, otherwise that of the rank that failed first.

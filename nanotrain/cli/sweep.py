@@ -136,9 +136,9 @@ def check_trials(trials: Sequence[Trial], *, shared: Sequence[str], options: Seq
     """The trials with their folders, after a check of all of them.
 
     Args:
-        trials: from `plan_trials`.
+        trials: trials from `plan_trials`.
         shared: arguments of every training; a `--run-dir` is the folder of the folders.
-        options: torchrun's.
+        options: torchrun's options.
 
     Raises:
         ConfigError: the first trial that cannot be trained, and why.
@@ -182,8 +182,8 @@ def run_trials(trials: Sequence[Trial], command: Sequence[str], *, shared: Seque
     """Run the trials one after another; one that fails does not end the others.
 
     Args:
-        trials: with their folders.
-        command: of a training, to which its arguments are added.
+        trials: trials with their folders.
+        command: command of a training, to which its arguments are added.
         shared: arguments of every training.
         is_local: whether the command returns when the training has ended, not when it was submitted.
 

@@ -194,7 +194,7 @@ def evaluation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
 
     Args:
         trained: the configuration of the model's run.
-        loaded: of the command line.
+        loaded: settings of the command line.
         world_size: ranks of the evaluation.
 
     Raises:
@@ -296,7 +296,7 @@ def generation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
 
     Args:
         trained: the configuration of the model's run.
-        loaded: of the command line.
+        loaded: settings of the command line.
         world_size: ranks of the generation.
 
     Raises:

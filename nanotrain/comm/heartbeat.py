@@ -3,7 +3,7 @@
 A rank only stores integers: no lock, no system call, no message. So the record of a frozen or killed rank can be read
 like any other. `watch/` reads the records of all ranks when a run makes no progress.
 
-    record of a rank   int64 fields: process, counters, phase, action, the collective it waits for
+    record of a rank   int64 fields: counters, phase, action, the collective it waits for
                        and per group name: sequence number, operation and bytes of the last collective
 """
 
@@ -34,9 +34,9 @@ _GROUP_INDEX = {name: index for index, name in enumerate(GROUPS)}
 _OP_INDEX = {name: index for index, name in enumerate(OPS)}
 _PHASE_INDEX = {name: index for index, name in enumerate(PHASES)}
 _KIND_INDEX = {name: index for index, name in enumerate(KINDS)}
-_PID, _STARTED, _BEATS, _ALARM, _STEP, _PHASE, _KIND, _STAGE, _MICROBATCH = range(9)
-_WAIT_GROUP, _WAIT_OP, _WAIT_SEQUENCE, _WAIT_PEER, _WAITED_NS = range(9, 14)
-_GROUP_FIELDS, _PER_GROUP = 14, 3
+_BEATS, _ALARM, _STEP, _PHASE, _KIND, _STAGE, _MICROBATCH = range(7)
+_WAIT_GROUP, _WAIT_OP, _WAIT_SEQUENCE, _WAIT_PEER, _WAITED_NS = range(7, 12)
+_GROUP_FIELDS, _PER_GROUP = 12, 3
 NUM_FIELDS = _GROUP_FIELDS + _PER_GROUP * len(GROUPS)
 RECORD_BYTES = 8 * NUM_FIELDS
 
@@ -64,8 +64,6 @@ class Waiting:
 class Beat:
     """A copy of a record."""
 
-    pid: int
-    started: int  # start time of the process, in ticks since boot
     beats: int  # grows with all that the rank begins
     is_alarmed: bool  # whether this rank gave up
     step: int  # the running step, or the last one
@@ -90,10 +88,6 @@ class Heartbeat:
         """Continue in another record, such as one in shared memory."""
         record[:] = self._record
         self._record = record
-
-    def identify(self, *, pid: int, started: int) -> None:
-        """Set the process of the record."""
-        self._record[_PID], self._record[_STARTED] = pid, started
 
     def alarm(self) -> None:
         """Mark this rank as given up, which the other ranks of the machine read."""
@@ -174,8 +168,6 @@ def read_record(record: memoryview) -> Beat:
             collectives[name] = Collective(sequence, OPS[op_index], num_bytes)
     kind = KINDS[values[_KIND]]
     return Beat(
-        pid=values[_PID],
-        started=values[_STARTED],
         beats=values[_BEATS],
         is_alarmed=bool(values[_ALARM]),
         step=values[_STEP],

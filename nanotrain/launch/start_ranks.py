@@ -48,7 +48,7 @@ def start_ranks(
     Args:
         program: the module that every rank runs, and its arguments.
         options: torchrun's options.
-        environment: of this process; OMP_NUM_THREADS is set in it unless it is there.
+        environment: environment of this process; OMP_NUM_THREADS is set in it unless it is there.
         check: raises for a number of ranks that the program cannot run on.
 
     Returns:

@@ -185,8 +185,8 @@ def header(plan: Plan, inputs: RunInputs, *, device: str, attention: str = "", w
     """The lines of the header, each with a label.
 
     Args:
-        plan: of any rank.
-        inputs: of the run.
+        plan: plan of any rank.
+        inputs: open inputs of the run.
         device: name of the device of this rank.
         attention: the attention backends.
         width: columns; longer lines are wrapped at spaces, commands are not.

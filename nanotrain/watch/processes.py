@@ -42,14 +42,13 @@ def share_heartbeats(heartbeat: Heartbeat, control: Group) -> tuple[list[RankPro
     """Move the heartbeat of this rank to memory that the ranks of this machine share. Every rank calls this.
 
     Args:
-        heartbeat: of this rank.
-        control: all ranks.
+        heartbeat: heartbeat of this rank.
+        control: group of all ranks.
 
     Returns:
         all processes by rank, and the records of the ranks of this machine by rank.
     """
     this = RankProcess.current(control.rank)
-    heartbeat.identify(pid=this.pid, started=this.started)
     processes: list[RankProcess] = all_gather_object(this, control)
     local = [process.rank for process in processes if process.machine == this.machine]
     path = _create(len(local)) if this.rank == local[0] else None

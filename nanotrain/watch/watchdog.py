@@ -51,8 +51,8 @@ class Watchdog:
     """Watches the ranks of this machine from a separate thread.
 
     Args:
-        context: of this rank.
-        folder: the run folder, for the report.
+        context: device and process groups of this rank.
+        folder: run folder, for the report.
         timeout_s: a rank that begins nothing for this long hangs; 0 watches only for lost ranks; None: a share of the
             timeout of collectives, which may be lowered during the run.
         end: ends this process; replaced in tests.

@@ -13,7 +13,7 @@ PIPELINE = Topology.of(parallel_config(pp=4), 4)
 
 
 def view(rank: int, *, state: str = "S", last: Collective | None = None, group: str = "world", **fields) -> RankView:
-    values = {"pid": 100 + rank, "started": 1, "beats": 9, "is_alarmed": False, "step": 7, "phase": "step"}
+    values = {"beats": 9, "is_alarmed": False, "step": 7, "phase": "step"}
     collectives = {group: last} if last else {}
     return RankView(
         rank, "node", 100 + rank, state, Beat(**(values | {"action": "", "collectives": collectives} | fields))

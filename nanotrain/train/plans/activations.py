@@ -34,7 +34,7 @@ class Activations:
     """Bytes that the rank of a plan keeps of a microbatch.
 
     Args:
-        plan: of a rank.
+        plan: plan of a rank.
         device: "cpu" or "cuda"; the attention backends of the two save different tensors.
     """
 

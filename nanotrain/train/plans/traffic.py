@@ -338,10 +338,10 @@ def step_gathers(
     """All-gathers by bucket.
 
     Args:
-        kinds: of the actions of one stage, in their order.
-        units: the buckets that each module reads, in forward order; none for a module of another buffer.
-        order: of the units that are not empty.
-        groups: modules that are recomputed together.
+        kinds: kinds of the actions of one stage, in their order.
+        units: buckets that each module reads, in forward order; none for a module of another buffer.
+        order: gather order of the units that are not empty.
+        groups: ranges of modules that are recomputed together.
     """
     unit_of = {module: index for index, module in enumerate(m for m, unit in enumerate(units) if unit)}
     again = {group[-1]: [unit_of[module] for module in group if module in unit_of] for group in groups}
