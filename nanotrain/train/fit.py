@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from torch.profiler import record_function
 
@@ -28,7 +29,7 @@ from nanotrain.train.hooks.hook import Hook, SkippedSteps
 from nanotrain.train.resume.rollback import count_loss, leave_spike
 from nanotrain.train.run import Run
 from nanotrain.train.step import StepOutput, train_step
-from nanotrain.train.step_report import SlowestRank, SpikeScore, StepReport, Throughput
+from nanotrain.train.step_report import SlowestRank, SpikeScore, StepReport, Throughput, UnreadReports
 
 log = get_logger(__name__)
 
@@ -40,12 +41,13 @@ def fit(run: Run, hooks: Sequence[Hook]) -> None:
         run: built by `build_run`.
         hooks: called in this order; closed in reverse.
     """
-    failed = True
+    failed, loop = True, _Loop(run, [SkippedSteps(), *hooks])
     try:
         with run.stop.on_signals(run.pipeline.stop_point), manual_gc(run.config.train.manual_gc_interval):
-            _Loop(run, [SkippedSteps(), *hooks]).train()
+            loop.train()
         failed = False
     finally:
+        loop.read(loop.unread.take_ready())  # after a rank is lost the other reports may never be ready
         for hook in reversed(hooks):
             hook.close(failed=failed)
 
@@ -55,6 +57,7 @@ class _Loop:
 
     def __init__(self, run: Run, hooks: Sequence[Hook]) -> None:
         self.run, self.hooks = run, hooks
+        self.unread = UnreadReports()
         self._failure: NanotrainError | None = None  # of this rank since the last step
         self._had_save_request = False  # before the last step: a signal to all ranks may reach some a step later
         self._throughput, self._seq_length = Throughput.of(run.plan, run.context), run.config.data.seq_length
@@ -74,11 +77,16 @@ class _Loop:
             except PassStopped as stopped:
                 self._abandon_step(batch, stopped)
                 break
+        self.read(self.unread.take_all())
         with self._saving_after_error():
             raise_on_all(self._failure, run.context.control)
         run.wait_for_params()
         for hook in self.hooks:
             hook.after_training(run)
+
+    def read(self, reports: Sequence[StepReport]) -> None:
+        """Let all hooks read reports."""
+        self._call_hooks(partial(_read, run=self.run, reports=reports))
 
     def _next_batch(self) -> GlobalBatch | None:
         """The next batch; None if the ranks stop instead. Before it the hooks save if a rank requested that."""
@@ -95,6 +103,7 @@ class _Loop:
             return None
         if batch.wants_save and not self._had_save_request:
             log.info("saving after step %d: received SIGUSR1", run.state.step)
+            self.read(self.unread.take_all())  # a run resumed from this checkpoint needs the rows before it
             self._call_hooks(lambda hook: hook.save_now(run))
         self._had_save_request = batch.wants_save
         return batch
@@ -107,8 +116,10 @@ class _Loop:
         self._watch.stop()
         run.context.heartbeat.begin("hooks")
         report = self._report(output, batch)
+        ready = self.unread.take(report)
         if not self._rolled_back(report):
-            self._call_hooks(lambda hook: hook.after_step(run, report))
+            # each hook reads before the next one, which may save: a run resumed from there needs the rows
+            self._call_hooks(partial(_finish_step, run=run, report=report, ready=ready))
         if interval and run.state.step % interval == 0:
             gc.collect()
 
@@ -175,6 +186,7 @@ class _Loop:
             raise
         except NanotrainError:
             self.run.wait_for_params()
+            self.read(self.unread.take_all())
             for hook in self.hooks:
                 hook.after_failure(self.run)
             raise
@@ -213,6 +225,16 @@ class _Loop:
         if self.run.stop.signal is not None:
             return f"received {signal.Signals(self.run.stop.signal).name}"
         return "--exit-duration-in-mins reached" if self._wants_stop() else "another rank stops"
+
+
+def _read(hook: Hook, run: Run, *, reports: Sequence[StepReport]) -> None:
+    for report in reports:
+        hook.after_read(run, report)
+
+
+def _finish_step(hook: Hook, run: Run, *, report: StepReport, ready: Sequence[StepReport]) -> None:
+    hook.after_step(run, report)
+    _read(hook, run, reports=ready)
 
 
 def _describe(seq_length: int, stage: str | None) -> tuple[str, str]:

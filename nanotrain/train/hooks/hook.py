@@ -8,7 +8,7 @@ from nanotrain.errors import TrainingFault
 from nanotrain.log import get_logger
 from nanotrain.quantities import count_of
 from nanotrain.train.run import Run
-from nanotrain.train.step_report import StepReport, UnreadReports
+from nanotrain.train.step_report import StepReport
 
 log = get_logger(__name__)
 
@@ -24,6 +24,12 @@ class Hook:
 
     def after_step(self, run: Run, report: StepReport) -> None:
         """Called after every step."""
+
+    def after_read(self, run: Run, report: StepReport) -> None:
+        """Called once per step, in order, as soon as the numbers of the step can be read without waiting.
+
+        At a logged step that is right after `after_step`.
+        """
 
     def save_now(self, run: Run) -> None:
         """Called between two steps after a rank received SIGUSR1."""
@@ -66,14 +72,9 @@ class SkippedSteps(Hook):
     """Ends the run, on all ranks, at `--max-consecutive-skips`; `fit` calls it before all other hooks."""
 
     def __init__(self) -> None:
-        self._unread = UnreadReports()
         self._num_skipped = 0  # in a row
 
-    def after_step(self, run: Run, report: StepReport) -> None:
-        for readable in self._unread.take(report):
-            self._count(run, readable)
-
-    def _count(self, run: Run, report: StepReport) -> None:
+    def after_read(self, run: Run, report: StepReport) -> None:
         scaling, loss_scale = run.optimizer.loss_scale, report.loss_scale
         self._num_skipped = self._num_skipped + 1 if report.skipped else 0
         at_minimum = scaling.is_dynamic and loss_scale <= scaling.minimum

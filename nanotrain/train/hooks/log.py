@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from nanotrain.runs.metrics_file import MetricsFile
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.run import Run
-from nanotrain.train.step_report import SPIKE, StepReport, UnreadReports
+from nanotrain.train.step_report import SPIKE, StepReport
 
 # A line has at most MAX_WIDTH columns; on a narrow terminal as many as fit, but at least MIN_WIDTH.
 MAX_WIDTH, MIN_WIDTH = 100, 60
@@ -38,7 +38,6 @@ class LogHook(Hook):
             disable=not self._console.is_terminal,  # rich ends a bar with an empty line, also one that never began
         )
         self._metrics: MetricsFile | None = None  # open on the first rank, while training
-        self._unread = UnreadReports()
         self._since_line: list[StepReport] = []
         self._first_end: tuple[int, float] | None = None  # the first step and when it ended, for the remaining time
 
@@ -56,12 +55,14 @@ class LogHook(Hook):
         if self._console.is_terminal:
             self._progress.update(self._task, completed=report.step)
         self._first_end = self._first_end or (report.step, time.monotonic())
-        self._write(self._unread.take(report))
+
+    def after_read(self, run: Run, report: StepReport) -> None:
+        if self._metrics is None:
+            return
+        self._metrics.append(report.to_json())
+        self._since_line.append(report)
         if report.step % run.config.train.log_interval == 0 or report.valid_loss is not None:
             self._print_line(run)
-
-    def save_now(self, run: Run) -> None:
-        self._write(self._unread.take_all())  # a run resumed from this checkpoint needs the rows before it
 
     def after_rollback(self, run: Run, report: StepReport) -> None:
         if self._metrics is None:
@@ -73,25 +74,13 @@ class LogHook(Hook):
         self._first_end = None
 
     def after_training(self, run: Run) -> None:
-        self._write(self._unread.take_all())
         if self._since_line:
             self._print_line(run)
-
-    def after_failure(self, run: Run) -> None:
-        self._write(self._unread.take_all())
 
     def close(self, *, failed: bool) -> None:
         self._progress.stop()
         if self._metrics is not None:
-            self._write(self._unread.take_ready())  # after a rank is lost the other reports may never be ready
             self._metrics.close()
-
-    def _write(self, reports: list[StepReport]) -> None:
-        """Write rows, on the first rank."""
-        if self._metrics is not None:
-            for report in reports:
-                self._metrics.append(report.to_json())
-                self._since_line.append(report)
 
     def _print_line(self, run: Run) -> None:
         assert self._first_end is not None, "a line follows a step"

@@ -29,7 +29,7 @@ from nanotrain.log import get_logger
 from nanotrain.quantities import count_of
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.run import Run
-from nanotrain.train.step_report import SPIKE, StepReport, UnreadReports
+from nanotrain.train.step_report import SPIKE, StepReport
 
 log = get_logger(__name__)
 
@@ -121,7 +121,6 @@ class TrackHook(Hook):
 
     def __init__(self) -> None:
         self._trackers: dict[str, Tracker] = {}
-        self._unread = UnreadReports()
 
     def before_training(self, run: Run) -> None:
         if run.context.control.is_first:
@@ -130,27 +129,14 @@ class TrackHook(Hook):
                     with self._without_it(name):
                         self._trackers[name] = make(run)
 
-    def after_step(self, run: Run, report: StepReport) -> None:
-        if self._trackers:
-            self._write(self._unread.take(report))
-
-    def after_training(self, run: Run) -> None:
-        self._write(self._unread.take_all())
-
-    def after_failure(self, run: Run) -> None:
-        self._write(self._unread.take_all())
-
     def close(self, *, failed: bool) -> None:
-        self._write(self._unread.take_ready())
         for name, tracker in list(self._trackers.items()):
             with self._without_it(name):
                 tracker.close(failed=failed)
 
-    def _write(self, reports: list[StepReport]) -> None:
-        for report in reports:
-            self._write_one(report)
-
-    def _write_one(self, report: StepReport) -> None:
+    def after_read(self, run: Run, report: StepReport) -> None:
+        if not self._trackers:
+            return
         fields = report.to_json()
         moe, norms = fields.pop("moe", {}), fields.pop("norms", {})
         fields |= {f"moe_{name}": value for name, value in moe.items()}
@@ -187,7 +173,6 @@ class PrometheusHook(Hook):
     def __init__(self) -> None:
         self._gauges: dict[str, Any] = {}
         self._server: Any = None
-        self._unread = UnreadReports()
 
     def before_training(self, run: Run) -> None:
         if not run.context.control.is_first:
@@ -206,13 +191,9 @@ class PrometheusHook(Hook):
             return
         log.info("metrics for Prometheus at http://%s/metrics", address)
 
-    def after_step(self, run: Run, report: StepReport) -> None:
+    def after_read(self, run: Run, report: StepReport) -> None:
         if self._server is None:
             return
-        for readable in self._unread.take(report)[-1:]:
-            self._show(readable)
-
-    def _show(self, report: StepReport) -> None:
         from prometheus_client import Gauge
 
         fields = report.to_json()
@@ -283,7 +264,6 @@ class NotifyHook(Hook):
     """Sends the messages of a run, on the first rank."""
 
     def __init__(self) -> None:
-        self._unread = UnreadReports()
         self._sender: Sender | None = None
         self._next_spike = 0  # the first step that may be one
         self._facts: dict[str, Any] = {}
@@ -301,16 +281,15 @@ class NotifyHook(Hook):
         }
         self._send("start", f"starts on {count_of(run.context.topology.world_size, 'rank')}")
 
-    def after_step(self, run: Run, report: StepReport) -> None:
+    def after_read(self, run: Run, report: StepReport) -> None:
         if self._sender is None:
             return
-        for readable in self._unread.take(report):
-            loss = readable.loss
-            self._facts |= {"step": readable.step, "loss": loss if math.isfinite(loss) else None}
-            is_spike = not math.isfinite(loss) or (readable.loss_deviation or 0.0) >= SPIKE
-            if is_spike and readable.step >= self._next_spike:
-                self._next_spike = readable.step + QUIET_STEPS
-                self._send("spike", f"the loss is {loss:.4g}")
+        loss = report.loss
+        self._facts |= {"step": report.step, "loss": loss if math.isfinite(loss) else None}
+        is_spike = not math.isfinite(loss) or (report.loss_deviation or 0.0) >= SPIKE
+        if is_spike and report.step >= self._next_spike:
+            self._next_spike = report.step + QUIET_STEPS
+            self._send("spike", f"the loss is {loss:.4g}")
 
     def after_rollback(self, run: Run, report: StepReport) -> None:
         self._next_spike = 0  # the steps are counted from the checkpoint on

@@ -139,11 +139,13 @@ def test_after_a_rollback_the_remaining_time_counts_from_the_step_taken_again(tm
         state=SimpleNamespace(step=0),
     )
     log.before_training(run)
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 2):
+        if step == 2 and run.state.step == 3:
+            run.state.step = 1
+            log.after_rollback(run, report_of(4))
+        run.state.step = step
         log.after_step(run, report_of(step))
-    run.state.step = 1
-    log.after_rollback(run, report_of(4))
-    log.after_step(run, report_of(2))
+        log.after_read(run, report_of(step))
     log.close(failed=False)
     assert [line.split("/")[0] for line in lines_of(capsys)] == ["step 1", "step 2", "step 3", "step 2"]
     assert log._first_end is not None and log._first_end[0] == 2

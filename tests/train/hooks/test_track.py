@@ -156,7 +156,7 @@ def test_tokens_per_expert_are_histograms(tmp_path):
     wandb._histogram = list
     wandb._run = SimpleNamespace(log=lambda values, step: written.append(values), finish=lambda exit_code: None)
     hook._trackers = {"tensorboard": board, "wandb": wandb}
-    hook.after_step(run, report_of(1, metrics={"moe": {"max_load": 1.5, "load": {"layers.1": [10, 30, 20, 4]}}}))
+    hook.after_read(run, report_of(1, metrics={"moe": {"max_load": 1.5, "load": {"layers.1": [10, 30, 20, 4]}}}))
     hook.close(failed=False)
     assert written[0]["moe_load/layers.1"] == [10, 30, 20, 4] and written[0]["moe_max_load"] == 1.5
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -192,7 +192,7 @@ def test_the_newest_numbers_are_served(tmp_path, monkeypatch):
     hook.before_training(run)
     port = hook._server.server_port
     for step, loss in ((1, 3.0), (2, 2.5)):
-        hook.after_step(run, report_of(step, loss=loss, metrics={"moe": {"max_load": 1.5, "load": {"0": [1, 2]}}}))
+        hook.after_read(run, report_of(step, loss=loss, metrics={"moe": {"max_load": 1.5, "load": {"0": [1, 2]}}}))
     page = urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_S).read().decode()
     hook.close(failed=False)
     assert 'nanotrain_loss{run="llama"} 2.5' in page and 'nanotrain_moe_max_load{run="llama"} 1.5' in page
@@ -204,7 +204,7 @@ def test_a_port_that_is_taken_is_a_warning(tmp_path, logged):
     with socket.create_server(("127.0.0.1", 0)) as server:
         hook, run = PrometheusHook(), run_at(server.getsockname()[1], tmp_path)
         hook.before_training(run)
-        hook.after_step(run, report_of())
+        hook.after_read(run, report_of())
         hook.close(failed=True)
     assert len(logged) == 1 and logged[0].startswith("no Prometheus endpoint at 127.0.0.1:")
 
@@ -213,7 +213,7 @@ def test_only_the_first_rank_serves(tmp_path, monkeypatch):
     monkeypatch.setattr(prometheus_client, "start_http_server", lambda *_, **__: pytest.fail("served"))
     hook, run = PrometheusHook(), run_at(9400, tmp_path, is_first=False)
     hook.before_training(run)
-    hook.after_step(run, report_of())
+    hook.after_read(run, report_of())
     hook.close(failed=False)
 
 
@@ -271,7 +271,7 @@ def test_start_spike_and_end_are_sent_in_order(server, tmp_path):
     losses[60] = 9.0  # too soon after the message
     losses[110] = 0.1  # below the mean
     for step, loss in enumerate(losses, start=1):
-        hook.after_step(run, report_of(step, loss=loss, spikes=spikes))
+        hook.after_read(run, report_of(step, loss=loss, spikes=spikes))
     run.state.step = 30
     hook.after_training(run)
     hook.close(failed=False)
@@ -284,7 +284,7 @@ def test_start_spike_and_end_are_sent_in_order(server, tmp_path):
 def test_a_failure_is_sent_and_a_loss_that_is_not_finite_is_a_spike(server, tmp_path):
     hook, run = NotifyHook(), run_with(server.url, tmp_path)
     hook.before_training(run)
-    hook.after_step(run, report_of(1, loss=math.nan))
+    hook.after_read(run, report_of(1, loss=math.nan))
     hook.close(failed=True)
     assert [(message["event"], message["loss"]) for message in server.messages] == [
         ("start", None),
@@ -296,7 +296,7 @@ def test_a_failure_is_sent_and_a_loss_that_is_not_finite_is_a_spike(server, tmp_
 def test_a_rollback_is_a_spike_of_the_step_that_does_not_count(server, tmp_path):
     hook, run = NotifyHook(), run_with(server.url, tmp_path)
     hook.before_training(run)
-    hook.after_step(run, report_of(7, loss=3.0))
+    hook.after_read(run, report_of(7, loss=3.0))
     run.state.step = 5  # after the rollback
     hook.after_rollback(run, report_of(8, loss=math.nan))
     hook.close(failed=False)
@@ -308,7 +308,7 @@ def test_a_rollback_is_a_spike_of_the_step_that_does_not_count(server, tmp_path)
 def test_only_the_first_rank_sends(server, tmp_path):
     hook, run = NotifyHook(), run_with(server.url, tmp_path, is_first=False)
     hook.before_training(run)
-    hook.after_step(run, report_of())
+    hook.after_read(run, report_of())
     hook.after_training(run)
     hook.close(failed=True)
     assert server.messages == []
