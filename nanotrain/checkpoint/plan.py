@@ -5,12 +5,13 @@ coverage_fault    whether boxes cover a tensor exactly once, and where not      
 plan_reads        target boxes and manifest -> the chunks to read and the copies to make    (loading, resharding)
 """
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
 
-from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, TensorEntry, damaged
+import numpy as np
+from numpy.typing import NDArray
+
+from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, damaged
 from nanotrain.spec.boxes import Box, TensorBox
 
 CHUNK_BYTES = 32 * 2**20
@@ -59,9 +60,9 @@ def coverage_fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
     Halves the tensor at an edge of some box, and each half again, until a region holds one box: O(n log n) for the
     grids and flat ranges that ranks write, instead of O(n^2) for comparing pairs.
     """
-    if _are_slabs(shape, boxes):
-        return None
     full = Box.full(shape)
+    if list(boxes) == [full] or _are_slabs(shape, boxes):
+        return None
     for box in boxes:
         if len(box.start) != len(shape) or box.intersect(full) != box:
             return f"[{box.text}] lies outside the tensor of shape {list(shape)}"
@@ -106,74 +107,41 @@ def plan_reads(manifest: Manifest, targets: Iterable[TensorBox]) -> dict[str, tu
         if fault is not None:
             what = f"the checkpoint of step {manifest.step} does not cover {name} exactly once"
             raise damaged(what, why=fault)
-        index = _ChunkIndex(entry)
+        starts, stops = _corners([chunk.box for chunk in entry.chunks], len(entry.shape))
         copies: dict[int, list[ChunkCopy]] = {}
-        for box in boxes:
-            _plan_box(box, entry, index=index, copies=copies)
+        for target in boxes:
+            (near,) = np.nonzero(((starts < target.box.stop) & (stops > target.box.start)).all(axis=1))
+            for number in near.tolist():
+                inner = entry.chunks[number].box
+                if (shared := inner.intersect(target.box)) is not None:
+                    copy = ChunkCopy(target, shared.within(inner), shared.within(target.box))
+                    copies.setdefault(number, []).append(copy)
         for number in sorted(copies):
             chunk = entry.chunks[number]
-            read = ChunkRead(name, entry.dtype, chunk, tuple(copies[number]))
-            reads.setdefault(chunk.file, []).append(read)
+            reads.setdefault(chunk.file, []).append(ChunkRead(name, entry.dtype, chunk, tuple(copies[number])))
     return {file: tuple(chunks) for file, chunks in reads.items()}
 
 
-def _plan_box(
-    target: TensorBox, entry: TensorEntry, *, index: "_ChunkIndex", copies: dict[int, list[ChunkCopy]]
-) -> None:
-    for number in index.candidates(target.box):
-        chunk = entry.chunks[number]
-        shared = chunk.box.intersect(target.box)
-        if shared is not None and shared.numel:
-            copy = ChunkCopy(target, shared.within(chunk.box), shared.within(target.box))
-            copies.setdefault(number, []).append(copy)
-
-
-@dataclass
-class _ChunkIndex:
-    """Finds the chunks near a box by bisection, along the dim in which the tensor has most chunks."""
-
-    entry: TensorEntry
-    dim: int = 0
-    order: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    furthest: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        boxes = [chunk.box for chunk in self.entry.chunks]
-        if not self.entry.shape:
-            self.order = list(range(len(boxes)))
-            return
-        self.dim = max(range(len(self.entry.shape)), key=lambda dim: len({box.start[dim] for box in boxes}))
-        self.order = sorted(range(len(boxes)), key=lambda number: boxes[number].start[self.dim])
-        self.starts = [boxes[number].start[self.dim] for number in self.order]
-        # The running maximum of the stops never falls: bisection skips every chunk that ends before the box.
-        self.furthest = list(accumulate((boxes[number].stop[self.dim] for number in self.order), max))
-
-    def candidates(self, box: Box) -> list[int]:
-        """Numbers of all chunks that may share an element with the box."""
-        if not self.entry.shape:
-            return self.order
-        first = bisect_right(self.furthest, box.start[self.dim])
-        return self.order[first : bisect_left(self.starts, box.stop[self.dim])]
+def _corners(boxes: Sequence[Box], num_dims: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Starts and stops of boxes, each [number of boxes, number of dims]."""
+    starts = np.array([box.start for box in boxes], dtype=np.int64)
+    stops = np.array([box.stop for box in boxes], dtype=np.int64)
+    return starts.reshape(len(boxes), num_dims), stops.reshape(len(boxes), num_dims)
 
 
 def _are_slabs(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     """Whether boxes are slabs of one dim, end to end: nearly all tensors are, and this takes a tenth of the search."""
     if not boxes or any(len(box.start) != len(shape) for box in boxes):
         return False
-    zeros, first = (0,) * len(shape), boxes[0]
-    dim = next((dim for dim, size in enumerate(shape) if first.start[dim] or first.stop[dim] != size), None)
-    if dim is None:
-        return len(boxes) == 1
-    at = 0
-    for box in sorted(boxes, key=lambda box: box.start[dim]):
-        end = box.stop[dim]
-        if end <= at or box.start != (*zeros[:dim], at, *zeros[dim + 1 :]):
-            return False
-        if box.stop != (*shape[:dim], end, *shape[dim + 1 :]):
-            return False
-        at = end
-    return at == shape[dim]
+    starts, stops = _corners(boxes, len(shape))
+    (split,) = ((starts != 0) | (stops != np.array(shape, dtype=np.int64))).any(axis=0).nonzero()
+    if len(split) != 1:
+        return False
+    (dim,) = split
+    order = starts[:, dim].argsort()
+    edges = np.concatenate(([0], stops[order, dim]))  # of each slab, where the next one starts
+    is_end_to_end = (edges[:-1] == starts[order, dim]).all() and edges[-1] == shape[dim]
+    return bool(is_end_to_end and (edges[1:] > edges[:-1]).all())
 
 
 def _middle_edge(region: Box, boxes: Sequence[Box]) -> tuple[int, int] | None:

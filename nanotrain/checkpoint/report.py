@@ -1,7 +1,11 @@
-"""The output of `nanotrain checkpoint inspect` and `nanotrain checkpoint verify`.
+"""The output of `nanotrain checkpoint inspect`, `verify` and `diff`.
 
 describe    model, counters, layout and sizes of a checkpoint, from its manifest alone
 verify      every byte against its checksum
+diff        values, settings and counters of two checkpoints
+
+Values are compared chunk by chunk, so that a few chunks are in memory. Of the embedding and the head only the rows of
+tokens are compared: the number of padding rows depends on the layout, and their values have no effect.
 """
 
 import json
