@@ -279,7 +279,7 @@ def _generate(args: Namespace, loaded: Loaded) -> int:
 
 def _print(prompts: Sequence[str], pieces: Iterator[tuple[int, str]], *, is_first: bool, is_alone: bool) -> None:
     """Print the texts on the first rank; the others generate them too, for their shards."""
-    from nanotrain.inference.text import print_texts
+    from nanotrain.inference.generate import print_texts
 
     try:
         if is_first:

@@ -24,8 +24,7 @@ from nanotrain.data.build import tokenizer_of, uses_quickstart
 from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
 from nanotrain.errors import CheckpointError, DataError
-from nanotrain.inference.generate import Generation, Sampling
-from nanotrain.inference.text import encode_prompts, stream_texts
+from nanotrain.inference.generate import Generation, Sampling, encode_prompts, stream_texts
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.router_stats import expert_biases
 from nanotrain.model.transformer import Stage, build_stage

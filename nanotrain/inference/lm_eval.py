@@ -14,9 +14,8 @@ from lm_eval.api.registry import register_model
 
 from nanotrain.errors import ConfigError
 from nanotrain.inference.checkpoint import LoadedModel, load_checkpoint
-from nanotrain.inference.generate import Generation, Sampling
+from nanotrain.inference.generate import Generation, Sampling, document_start, stream_texts
 from nanotrain.inference.score import Request, log_likelihoods, rolling_windows
-from nanotrain.inference.text import document_start, stream_texts
 
 MAX_NEW_TOKENS = 256  # of a generated text where a task sets no number
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -55,36 +56,7 @@ class MegatronChunk:
     num_groups: int = 1  # number of row groups of each source; the groups of the sources alternate
 
 
-# Modules of a layer, in the names of Megatron-LM, and the modules of ours that each consists of.
-ATTENTION: Mapping[str, tuple[str, ...]] = {
-    "self_attention.linear_qkv.layer_norm_": ("attention_norm.",),
-    "self_attention.linear_qkv.": ("attention.query.", "attention.key.", "attention.value."),
-    "self_attention.q_layernorm.": ("attention.query_norm.",),
-    "self_attention.k_layernorm.": ("attention.key_norm.",),
-    "self_attention.linear_proj.": ("attention.output.",),
-}
-MLP: Mapping[str, tuple[str, ...]] = {
-    "mlp.linear_fc1.layer_norm_": ("mlp_norm.",),
-    "mlp.linear_fc1.": ("mlp.gate.", "mlp.up."),
-    "mlp.linear_fc2.": ("mlp.down.",),
-}
-# transformer-engine does not fuse the norm before experts; the local modules use the name of a dense layer for it.
-MOE: Mapping[str, tuple[str, ...]] = {
-    "pre_mlp_layernorm.": ("mlp_norm.",),
-    "mlp.linear_fc1.layer_norm_": ("mlp_norm.",),
-    "mlp.router.": ("mlp.router.",),
-    "mlp.experts.experts.linear_fc1.": ("mlp.experts.gate.", "mlp.experts.up."),
-    "mlp.experts.experts.linear_fc2.": ("mlp.experts.down.",),
-    "mlp.shared_experts.linear_fc1.": ("mlp.shared.gate.", "mlp.shared.up."),
-    "mlp.shared_experts.linear_fc2.": ("mlp.shared.down.",),
-    "mlp.shared_experts.gate_": ("mlp.shared_gate.",),
-}
-ENDS: Mapping[str, str] = {
-    "embedding.word_embeddings.": "embedding.word.",
-    "embedding.position_embeddings.": "embedding.position.",
-    "decoder.final_layernorm.": "final_norm.",
-    "output_layer.": "head.",
-}
+NAMES: dict[str, dict[str, list[str]]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 def check_model(model_config: ModelConfig) -> None:
@@ -127,7 +99,7 @@ def plan_chunks(model_config: ModelConfig) -> Iterator[MegatronChunk]:
     """
     shape = ModelShape.of(model_config)
     sizes = {f"model/{spec.name}": spec.shape for spec in declare_model(shape)}
-    for key, module in ENDS.items():
+    for key, (module,) in NAMES["ends"].items():
         for leaf in ("weight", "bias"):
             if (size := sizes.get(f"model/{module}{leaf}")) is not None:
                 sources = (TensorBox.full(f"model/{module}{leaf}", size),)
@@ -141,7 +113,7 @@ def plan_chunks(model_config: ModelConfig) -> Iterator[MegatronChunk]:
 
 
 def _layer(layer: int, sizes: Mapping[str, Shape], *, shape: ModelShape) -> Iterator[MegatronChunk]:
-    modules = {**ATTENTION, **(MOE if shape.has_experts(layer) else MLP)}
+    modules = NAMES["attention"] | NAMES["moe" if shape.has_experts(layer) else "mlp"]
     for key, parts in modules.items():
         for leaf in ("weight", "bias"):
             names = [name for part in parts if (name := f"model/layers.{layer}.{part}{leaf}") in sizes]

@@ -170,7 +170,7 @@ def test_only_the_first_rank_prints_and_a_closed_pipe_holds_up_no_rank(
         raise BrokenPipeError
 
     left += [(0, "b"), (0, "c")]
-    monkeypatch.setattr("nanotrain.inference.text.print_texts", closed)
+    monkeypatch.setattr("nanotrain.inference.generate.print_texts", closed)
     with pytest.raises(BrokenPipeError):
         _print(["a"], pieces(), is_first=True, is_alone=False)
     assert not left

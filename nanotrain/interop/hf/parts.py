@@ -19,17 +19,6 @@ from nanotrain.interop.hf.layout import Part, Raw, Values, reject
 from nanotrain.quantities import count_of
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-# Rotary positions of a gpt-oss whose config.json has none.
-GPT_OSS_YARN: Values = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
-
-
 # Kinds of scaled rotary positions: entry -> key of the model section.
 ROPE_KINDS: dict[str, dict[str, str]] = {
     "default": {},
@@ -168,7 +157,7 @@ def _write_layer_windows(model_config: ModelConfig) -> Values:
 
 def _read_gpt_oss_rope(raw: Raw) -> Values:
     has_rope = raw.get("rope_parameters") or raw.get("rope_scaling")
-    return read_rope(raw if has_rope else {**raw, "rope_parameters": GPT_OSS_YARN})
+    return read_rope(raw if has_rope else {**raw, "rope_parameters": raw["rope_parameters_of_none"]})
 
 
 def _write_gpt_oss_rope(model_config: ModelConfig) -> Values:

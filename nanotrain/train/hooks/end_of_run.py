@@ -109,8 +109,7 @@ def sample(run: Run, tokenizer_name: str) -> str:
     """Generate a text with the current weights; returns prompt and continuation. An empty prompt starts a document."""
     tokenizer, train = load_tokenizer(tokenizer_name), run.config.train
     # imported here: they would only delay the start
-    from nanotrain.inference.generate import Sampling, generate
-    from nanotrain.inference.text import document_start
+    from nanotrain.inference.generate import Sampling, document_start, generate
 
     prompt = tokenizer.encode(train.generate_prompt) or document_start(tokenizer)
     sampling = Sampling(temperature=TEMPERATURE, top_k=TOP_K, seed=train.seed, stop=tokenizer.eod)

@@ -14,8 +14,14 @@ from nanotrain.config.config import Activation, ModelConfig, MoEConfig, Position
 from nanotrain.config.schema import with_values
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical
-from nanotrain.interop.hf.families import check_against, config_from_hf, config_to_hf, family_of, model_from_hf
-from nanotrain.interop.hf.parts import GPT_OSS_YARN
+from nanotrain.interop.hf.families import (
+    FAMILIES,
+    check_against,
+    config_from_hf,
+    config_to_hf,
+    family_of,
+    model_from_hf,
+)
 from tests.interop.hf.reference import CONFIG_CLASSES, CONFIGS, LLAMA3_ROPE, LLAMA_SHAPE, YARN
 from tests.model.building import FAMILIES as MODELS
 from tests.model.building import GPT2, LLAMA, LLAMA3, QWEN2, QWEN3
@@ -39,7 +45,11 @@ def test_every_config_of_transformers_is_read_as_transformers_reads_ours(name: s
         assert back.rope_parameters == LLAMA3_ROPE
     if model.position_embedding_type is PositionEmbedding.yarn:
         found = back.rope_parameters.get("full_attention", back.rope_parameters)
-        expected = {**GPT_OSS_YARN, "rope_theta": 150000.0} if family == "GptOss" else YARN
+        expected = (
+            {**FAMILIES["gpt_oss"].layout.defaults["rope_parameters_of_none"], "rope_theta": 150000.0}
+            if family == "GptOss"
+            else YARN
+        )
         assert expected.items() <= found.items()
 
 
