@@ -22,7 +22,6 @@ def test_every_rank_of_a_machine_reads_the_others(ctx):
     barrier(ctx.control)
     beats = {rank: read_record(record) for rank, record in records.items()}
     assert [beats[rank].step for rank in range(3)] == [10, 11, 12]
-    assert [beats[rank].pid for rank in range(3)] == [process.pid for process in found]
     assert found[ctx.rank].pid == os.getpid()
     barrier(ctx.control)
     assert len(created) == (ctx.rank == 0)
