@@ -9,7 +9,7 @@
     all_gather_object, gather_object,                   control traffic
     broadcast_object, barrier
 
-Objects are sent along the tree of a group if it has one (`Group.tree`). In a group of one rank the output
+Objects are sent along the tree of a group if it has one (`Group.levels`). In a group of one rank the output
 is the input and no process group is used. `group.traffic` counts the bytes sent.
 """
 

@@ -70,13 +70,12 @@ class Group:
     Args:
         spec: the ranks, and this rank's index among them; `name`, `ranks`, `index`, `size`, `rank` and `is_first` are
             those of the spec.
-        process_group: torch's handle; None for a group of one rank.
+        process_group: torch's handle; None for a group of one rank and for a tree.
+        levels: groups of a tree that this rank is in, from the leaves up, for a group of many ranks that sends only
+            objects. The first rank of each is in the next one, so that gathering along it keeps the order of the ranks.
         traffic: counts sent bytes, shared by the groups of a rank.
         coords_text: this rank's coordinates for error messages ("pp1 dp3 tp0").
         heartbeat: records what this rank does, shared by the groups of a rank.
-
-    Attributes:
-        levels: the groups of a tree that this rank is in; empty if the group is not a tree.
     """
 
     def __init__(
@@ -84,38 +83,19 @@ class Group:
         spec: GroupSpec,
         process_group: dist.ProcessGroup | None = None,
         *,
+        levels: Sequence["Group"] = (),
         traffic: TrafficCounter | None = None,
         coords_text: str = "",
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        is_connected = process_group is not None or spec.size == 1
+        is_connected = process_group is not None or spec.size == 1 or bool(levels)
         assert is_connected or spec.name in UNCONNECTED, "collectives of several ranks need a process group"
         self.spec, self.process_group, self.coords_text = spec, process_group, coords_text
         self.name, self.ranks, self.index = spec.name, spec.ranks, spec.index
         self.size, self.rank, self.is_first = spec.size, spec.rank, spec.is_first
         self.traffic, self.heartbeat = traffic or TrafficCounter(), heartbeat or Heartbeat()
-        self.levels: tuple[Group, ...] = ()
+        self.levels = tuple(levels)
         self._message_timeout: tuple[timedelta, ...] = ()
-
-    @classmethod
-    def tree(cls, spec: GroupSpec, levels: Sequence["Group"]) -> "Group":
-        """A group of many ranks without its own process group: it sends only objects, along a tree of small groups.
-
-        Args:
-            spec: all ranks.
-            levels: the groups of the tree that this rank is in, from the leaves up. The first rank of each is in the
-                next one, so that gathering along it keeps the order of the ranks.
-        """
-        leaf = levels[0]
-        group = cls(
-            spec,
-            leaf.process_group,
-            traffic=leaf.traffic,
-            coords_text=leaf.coords_text,
-            heartbeat=leaf.heartbeat,
-        )
-        group.process_group, group.levels = None, tuple(levels)
-        return group
 
     @classmethod
     def single_rank(cls, name: GroupName, rank: int = 0) -> "Group":

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -104,6 +105,7 @@ class ParallelContext:
         self.topology, self.rank, self.device = topology, rank, device
         self.coords, self.coords_text = topology.coords(rank), topology.coords_text(rank)
         self.traffic, self.heartbeat = TrafficCounter(), Heartbeat()
+        self._group = partial(Group, traffic=self.traffic, coords_text=self.coords_text, heartbeat=self.heartbeat)
         self.store: Store = HashStore()
         self.groups: dict[GroupName, Group] = {}
         self.timeout_s = 0.0
@@ -166,7 +168,7 @@ class ParallelContext:
                 for ranks, process_group in levels
             ]
             spec = GroupSpec("control", world.ranks, world.index)
-            self.control = tree[0] if tree[0].size == world.size else Group.tree(spec, tree)
+            self.control = tree[0] if tree[0].size == world.size else self._group(spec, levels=tree)
         process_groups = create_groups(self.topology, self.rank, timeout=timeout)
         self.groups = {name: self._group(spec, process_groups.get(spec.ranks)) for name, spec in specs.items()}
         return self
@@ -183,12 +185,3 @@ class ParallelContext:
         for group in (*self.groups.values(), self.control):
             group.release()
         dist.destroy_process_group()
-
-    def _group(self, spec: GroupSpec, process_group: dist.ProcessGroup | None = None) -> Group:
-        return Group(
-            spec,
-            process_group,
-            traffic=self.traffic,
-            coords_text=self.coords_text,
-            heartbeat=self.heartbeat,
-        )
