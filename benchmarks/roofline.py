@@ -61,9 +61,9 @@ NETWORK_BYTES_PER_S = 50e9  # one 400 Gb/s adapter per card, one direction
 GIB = 2**30
 # Host time to launch one operator from eager Python (assumed).
 LAUNCH_S = 10e-6
-# AdamW per element of the shard: norm 4, main params and moments read with gradients 16 and written with the clipped
-# gradients 16, as torch's kernel does with `grad_scale`, copy to the model params 4 + their size. All in fp32.
-OPTIMIZER_BYTES = 40
+# AdamW per element of the shard: norm 4, clipping of the gradients 8, main params and moments read with gradients 16
+# and written 12, copy to the model params 4 + their size. All in fp32.
+OPTIMIZER_BYTES = 44
 
 
 @dataclass(frozen=True)

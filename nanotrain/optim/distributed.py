@@ -15,7 +15,7 @@ Source: Rajbhandari et al. 2020 (ZeRO), section 5.1; Megatron-LM, `distrib_optim
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -93,10 +93,8 @@ class DistributedOptimizer:
         self._converted = [part for part in parts if not part.is_fp32]
         self._ranges = [part for state in parts if state.is_fp32 for part in state.ranges()]
         self._matrix_updates = self._build_matrix_updates(wrappers, groups)
-        # On a CPU the gradients are multiplied by the clip factor; a division by its inverse would round otherwise.
-        self._divides = self._rule.divides_by_grad_scale and self._device.type == "cuda"
         self._norm_grads = [grad for state in self._states for grad in state.grads_for_norm()]
-        self._multiplied = self._grads_to_multiply()
+        self._grads = [state.grads for state in self._states]
         self._loading: list[tuple[StoredTensor, Tensor]] = []
 
     def step(
@@ -126,20 +124,21 @@ class DistributedOptimizer:
         found_inf = 1.0 - is_finite.float()
         self.loss_scale.update(found_inf)
         self._num_updates = self._num_updates + is_finite
-        if self._multiplied:
-            torch._foreach_mul_(self._multiplied, factor)
-        self._update(
-            UpdateStep(
-                self._config,
-                self._num_updates,
-                lr,
-                lr if decoupled_lr is None else decoupled_lr,
-                self._config.weight_decay if weight_decay is None else weight_decay,
-                found_inf,
-                grad_scale=factor.reciprocal() if self._divides else None,
-            ),
-            factor,
+        if self._grads[0].dtype is torch.float32:
+            torch._foreach_mul_(self._grads, factor)
+        else:  # multiplied when they are read
+            for part in self._parts:
+                part.grad_factor = factor.to(part.grad.device)
+        step = UpdateStep(
+            self._config,
+            self._num_updates,
+            lr,
+            lr if decoupled_lr is None else decoupled_lr,
+            self._config.weight_decay if weight_decay is None else weight_decay,
+            found_inf,
         )
+        with record_function(f"Optimizer.step#{self._config.optimizer}"):  # named in traces as torch names its own
+            self._run_rules(step)
         return Update(norm, ~is_finite, total[1:], scale)
 
     def num_zero_grads(self) -> Tensor:
@@ -256,26 +255,6 @@ class DistributedOptimizer:
             )
         return updates
 
-    def _grads_to_multiply(self) -> list[Tensor]:
-        """The fp32 gradients that `step` multiplies by the clip factor; others are scaled by the rule or when read."""
-        if self._states[0].grads.dtype is not torch.float32:
-            return []
-        if not self._divides:
-            return [state.grads for state in self._states]
-        return [
-            state.grads[part.part.start : part.part.stop]
-            for state in self._states
-            for part in state.parts
-            if part.host is not None or not part.is_fp32
-        ]
-
-    def _update(self, step: UpdateStep, factor: Tensor) -> None:
-        with record_function(f"Optimizer.step#{self._config.optimizer}"):  # named in traces as torch names its own
-            if self._states[0].grads.dtype is not torch.float32:
-                for part in self._parts:
-                    part.grad_factor = factor.to(part.grad.device)
-            self._run_rules(step)
-
     def _run_rules(self, step: UpdateStep) -> None:
         on_host = None
         if self._host is not None:
@@ -289,7 +268,7 @@ class DistributedOptimizer:
         if self._ranges:
             self._rule.update(self._ranges, step)
         for part in self._converted:
-            part.update(lambda ranges: self._rule.update(ranges, replace(step, grad_scale=None)))
+            part.update(lambda ranges: self._rule.update(ranges, step))
         for part in self._parts:
             if part.host is None:
                 part.copy_main_to_model_params()

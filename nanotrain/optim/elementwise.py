@@ -34,12 +34,11 @@ def update_adam(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
             weight_decay=group.weight_decay,
             eps=config.adam_eps,
             maximize=False,
-            grad_scale=step.grad_scale,
             found_inf=step.found_inf,
         )
 
 
-ADAM = UpdateRule(state_names=lambda config: ("exp_avg", "exp_avg_sq"), update=update_adam, divides_by_grad_scale=True)
+ADAM = UpdateRule(state_names=lambda config: ("exp_avg", "exp_avg_sq"), update=update_adam)
 
 
 def update_lion(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
@@ -82,9 +81,8 @@ def update_sgd(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
             dampening=0.0,
             nesterov=False,
             maximize=False,
-            grad_scale=step.grad_scale,
             found_inf=step.found_inf,
         )
 
 
-SGD = UpdateRule(state_names=state_names, update=update_sgd, divides_by_grad_scale=True)
+SGD = UpdateRule(state_names=state_names, update=update_sgd)

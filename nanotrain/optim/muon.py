@@ -89,7 +89,6 @@ def update_scalars(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
 MUON = UpdateRule(
     state_names=scalar_state_names,
     update=update_scalars,
-    divides_by_grad_scale=False,  # the matrix rule does not divide by it
     matrix=MatrixRule(
         state_names=("momentum_buffer",),
         direction=update_momentum,

@@ -40,7 +40,6 @@ class UpdateStep:
     decoupled_lr: float  # learning rate of the embedding and the output layer
     weight_decay: float  # of the ranges to which it applies
     found_inf: Tensor  # fp32 scalar, 1 if the step is skipped, else 0
-    grad_scale: Tensor | None = None  # fp32 scalar that `update` divides gradients by; None: they are scaled already
 
     @property
     def is_skipped(self) -> Tensor:
@@ -49,7 +48,7 @@ class UpdateStep:
 
     def on_host(self) -> "UpdateStep":
         """This step for state in host memory; waits for the device."""
-        return replace(self, number=self.number.cpu(), found_inf=self.found_inf.cpu(), grad_scale=None)
+        return replace(self, number=self.number.cpu(), found_inf=self.found_inf.cpu())
 
     def lr_of(self, part: ParamRange) -> float:
         """The learning rate of a range."""
@@ -85,7 +84,6 @@ class UpdateRule:
     # elementwise, in place; nothing changes in a step with `found_inf`
     update: Callable[[Sequence[ParamRange], UpdateStep], None]
     matrix: MatrixRule | None = None  # replaces `update` for parameters with `needs_whole_matrix`
-    divides_by_grad_scale: bool = False  # whether `update` takes `grad_scale`, as torch's fused kernels on GPUs do
 
 
 @dataclass(frozen=True)
