@@ -58,7 +58,7 @@ from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups
-from nanotrain.parallel.dp.stores import GradPool, OwnMemory
+from nanotrain.parallel.dp.stores import GradPool, ShardedParams
 from nanotrain.precision.dtypes import DTYPE_NAMES, Precision
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.topology.topology import Topology
@@ -223,7 +223,7 @@ def measure(context: ParallelContext, case: Case) -> Row:
 @contextmanager
 def peak_of_transient_bytes(data_parallel: DataParallel) -> Iterator[list[int]]:
     """Bytes of full gradient buckets and gathered units whenever one is allocated."""
-    seen, allocate, acquire = [0], OwnMemory.allocate, GradPool.acquire
+    seen, allocate, acquire = [0], ShardedParams.allocate, GradPool.acquire
     pools: dict[int, GradPool] = {}
 
     def record() -> None:
@@ -231,8 +231,8 @@ def peak_of_transient_bytes(data_parallel: DataParallel) -> Iterator[list[int]]:
         largest = max(bucket.layout.numel for bucket in data_parallel.buckets)
         seen.append(full + sum(pool.num_allocated * largest * pool.dtype.itemsize for pool in pools.values()))
 
-    def recorded_allocate(memory: OwnMemory) -> None:
-        allocate(memory)
+    def recorded_allocate(store: ShardedParams) -> None:
+        allocate(store)
         record()
 
     def recorded_acquire(pool: GradPool) -> torch.Tensor:
@@ -242,9 +242,9 @@ def peak_of_transient_bytes(data_parallel: DataParallel) -> Iterator[list[int]]:
         return storage
 
     gathers = data_parallel.options.strategy.shard_params
-    OwnMemory.allocate, GradPool.acquire = recorded_allocate, recorded_acquire  # type: ignore[method-assign]
+    ShardedParams.allocate, GradPool.acquire = recorded_allocate, recorded_acquire  # type: ignore[method-assign]
     yield seen
-    OwnMemory.allocate, GradPool.acquire = allocate, acquire  # type: ignore[method-assign]
+    ShardedParams.allocate, GradPool.acquire = allocate, acquire  # type: ignore[method-assign]
 
 
 def closed_forms(case: Case, data_parallel: DataParallel) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Pure plans: ranks and groups, boxes, parameter declarations, pipeline stages, hardware peaks.
+"""Ranks, their grids and their groups, as pure plans.
 
-No torch, no process group and no device: `comm/` creates the live groups, `model/` and `parallel/` the tensors.
+No torch, no process group and no device: `comm/` creates the live groups.
 """

@@ -2,6 +2,7 @@
 
     parameters   ParamStore        full size all the time
                  ShardedParams     this rank's shard all the time, full size while a unit is gathered
+                 PooledParams      the same, gathered in blocks of memory that units share
     gradients    ResidentGrads     full size all the time; microbatches accumulate at full size, one reduction per step
                  TransientGrads    full size while a microbatch fills it, then only this rank's shard accumulates
 
@@ -10,6 +11,7 @@ Transient stores take full-size storage from a `GradPool` and return it, so that
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,106 +79,32 @@ class ParamStore:
             work.wait()
 
 
-class OwnMemory:
-    """Memory of one bucket's gathered parameters, allocated and freed with every gather.
+class ShardedParams(ParamStore):
+    """This rank's shard of the parameters (`optim_grads_params`); `full` has memory only while it is gathered.
 
     The storage of `full` is resized, not replaced: autograd saves views of it in the forward and reads them in the
     backward, after the unit has been gathered again.
 
     Args:
-        numel: elements of the bucket.
-        shard: tensor of the dtype and on the device of the parameters.
-    """
-
-    def __init__(self, numel: int, shard: Tensor) -> None:
-        self.full = shard.new_empty(numel)
-        self._num_bytes = self.full.nbytes
-        self.free()  # before that of the next bucket is allocated
-
-    @property
-    def is_allocated(self) -> bool:
-        """Whether `full` has storage."""
-        return self.full.untyped_storage().nbytes() > 0
-
-    def allocate(self) -> None:
-        """Give `full` storage, with arbitrary values."""
-        self.full.untyped_storage().resize_(self._num_bytes)
-
-    def free(self) -> None:
-        """Free the storage of `full`."""
-        self.full.untyped_storage().resize_(0)
-
-
-class PooledMemory:
-    """Memory of one bucket's gathered parameters in a block that several units share (`--fsdp-double-buffer`).
-
-    Nothing is allocated in a step, and on CUDA gathers start without waiting for freed memory. Autograd saves views of
-    the block in the forward; when the backward reads them, the block holds the same unit again.
-
-    Args:
-        full: [numel] view of the block.
-        unit: FSDP unit of the bucket.
-        users: units and buckets that use the block at the moment, shared by its buckets.
-    """
-
-    def __init__(self, full: Tensor, unit: str, *, users: set[tuple[str, int]]) -> None:
-        self.full = full
-        self._unit, self._users = unit, users
-        self._key = (unit, int(full.storage_offset()))
-
-    @property
-    def is_allocated(self) -> bool:
-        """Whether the block holds this bucket."""
-        return self._key in self._users
-
-    def allocate(self) -> None:
-        """Take the block, with arbitrary values."""
-        assert all(unit == self._unit for unit, _ in self._users), f"{self._users} would be overwritten by {self._unit}"
-        self._users.add(self._key)
-
-    def free(self) -> None:
-        """Let another unit use the block."""
-        self._users.discard(self._key)
-
-
-def gather_memory(layout: BufferLayout, shards: Sequence[Tensor], *, num_blocks: int) -> list[OwnMemory | PooledMemory]:
-    """Memory of every bucket's gathered parameters, in blocks as `BufferLayout.gather_blocks` plans them."""
-    if not num_blocks:
-        return [OwnMemory(bucket.numel, shard) for bucket, shard in zip(layout.buckets, shards, strict=True)]
-    plan = layout.gather_blocks(num_blocks)
-    blocks = {key: shards[0].new_zeros(numel) for key, numel in plan.numel.items()}
-    users: dict[str, set[tuple[str, int]]] = {key: set() for key in plan.numel}
-    return [
-        PooledMemory(blocks[key][start : start + bucket.numel], min(bucket.units), users=users[key])
-        for bucket, (key, start) in zip(layout.buckets, plan.places, strict=True)
-    ]
-
-
-class ShardedParams(ParamStore):
-    """This rank's shard of the parameters (`optim_grads_params`); `full` has memory only while it is gathered.
-
-    Args:
-        memory: memory of the whole bucket.
+        full: [numel] the bucket; its storage is freed.
         groups: groups of the bucket.
         shard: [shard_numel] this rank's part.
         update: [update_numel] what this rank's optimizer writes, by default its part of `shard`.
     """
 
-    def __init__(
-        self, memory: OwnMemory | PooledMemory, *, groups: ReduceGroups, shard: Tensor, update: Tensor | None = None
-    ) -> None:
-        super().__init__(memory.full, groups=groups, shard=shard, update=update)
-        self.memory = memory
-        memory.free()
+    def __init__(self, full: Tensor, *, groups: ReduceGroups, shard: Tensor, update: Tensor | None = None) -> None:
+        super().__init__(full, groups=groups, shard=shard, update=update)
+        self._num_bytes = full.nbytes
+        self.free()
 
     @property
     def has_storage(self) -> bool:
         """Whether `full` has memory."""
-        return self.memory.is_allocated
+        return self.full.untyped_storage().nbytes() > 0
 
     def allocate(self) -> None:
         """Give `full` memory, with arbitrary values."""
-        self.memory.allocate()
+        self.full.untyped_storage().resize_(self._num_bytes)
 
     def start_all_gather(self) -> None:
         """Start to collect the shards of all ranks in `full`, unless they are there or being collected."""
@@ -186,21 +114,55 @@ class ShardedParams(ParamStore):
 
     def gather_apart(self) -> None:
         """Collect the parameters in `full`, or in new memory (`apart`) if other units share the block."""
-        self.apart = None
-        if isinstance(self.memory, PooledMemory):
-            self.wait()
-            self.apart = torch.empty_like(self.full)
-            start_all_gather_into(self.apart, self.shard, group=self._groups.shard).wait()
-            return
         self.start_all_gather()
         self.wait()
 
     def free(self) -> None:
         """Free the memory of `full`."""
+        if self.has_storage:
+            self.wait()
+            self.full.untyped_storage().resize_(0)
+
+
+class PooledParams(ShardedParams):
+    """A shard whose `full` is in a block that several units share (`--fsdp-double-buffer`).
+
+    Nothing is allocated in a step, and on CUDA gathers start without waiting for freed memory. Autograd saves views of
+    the block in the forward; when the backward reads them, the block holds the same unit again.
+
+    Args:
+        full: [numel] view of the block.
+        stores: groups, shard and update as for `ShardedParams`.
+        unit: FSDP unit of the bucket.
+        users: units and buckets that use the block at the moment, shared by its buckets.
+    """
+
+    def __init__(self, full: Tensor, *, unit: str, users: set[tuple[str, int]], **stores: Any) -> None:
+        self._unit, self._users, self._key = unit, users, (unit, int(full.storage_offset()))
+        super().__init__(full, **stores)
+
+    @property
+    def has_storage(self) -> bool:
+        """Whether the block holds this bucket."""
+        return self._key in self._users
+
+    def allocate(self) -> None:
+        """Take the block, with arbitrary values."""
+        assert all(unit == self._unit for unit, _ in self._users), f"{self._users} would be overwritten by {self._unit}"
+        self._users.add(self._key)
+
+    def gather_apart(self) -> None:
+        """Collect the parameters in new memory, `apart`."""
+        self.wait()
+        self.apart = torch.empty_like(self.full)
+        start_all_gather_into(self.apart, self.shard, group=self._groups.shard).wait()
+
+    def free(self) -> None:
+        """Let another unit use the block."""
         self.apart = None
         if self.has_storage:
             self.wait()
-            self.memory.free()
+            self._users.discard(self._key)
 
 
 class ResidentGrads:
@@ -333,10 +295,25 @@ def build_params(
         pairs = zip(fulls, updates, strict=True)
         return [ParamStore(full, groups=groups, update=update) for full, update in pairs]
     shards = param_buffer.split([bucket.shard_numel for bucket in layout.buckets])
-    memory = gather_memory(layout, shards, num_blocks=options.num_gather_blocks)
+    buckets = list(zip(layout.buckets, shards, updates, strict=True))
+    if not options.num_gather_blocks:
+        return [  # each frees its memory before the next one takes some
+            ShardedParams(shard.new_empty(bucket.numel), groups=groups, shard=shard, update=update)
+            for bucket, shard, update in buckets
+        ]
+    plan = layout.gather_blocks(options.num_gather_blocks)
+    blocks = {key: param_buffer.new_zeros(numel) for key, numel in plan.numel.items()}
+    users: dict[str, set[tuple[str, int]]] = {key: set() for key in blocks}
     return [
-        ShardedParams(full, groups=groups, shard=shard, update=update)
-        for full, shard, update in zip(memory, shards, updates, strict=True)
+        PooledParams(
+            blocks[key][start : start + bucket.numel],
+            unit=min(bucket.units),
+            users=users[key],
+            groups=groups,
+            shard=shard,
+            update=update,
+        )
+        for (bucket, shard, update), (key, start) in zip(buckets, plan.places, strict=True)
     ]
 
 

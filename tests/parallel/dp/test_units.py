@@ -16,7 +16,7 @@ from nanotrain.parallel.dp import stores
 from nanotrain.parallel.dp.data_parallel import DataParallel, gathered
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions
-from nanotrain.parallel.dp.stores import OwnMemory, ShardedParams
+from nanotrain.parallel.dp.stores import ShardedParams
 from nanotrain.parallel.dp.units import GatherChange, GatherOrder, child_units, given_units, traced_units, unit_modules
 from nanotrain.parallel.pp.executor import run_forward
 from nanotrain.precision.dtypes import Precision
@@ -194,19 +194,19 @@ def measure_options(ctx: ParallelContext, cases: list[Case]) -> list[dict[str, A
     rows = []
     for case in cases:
         run, peak = build_here(ctx, case), 0
-        allocate = OwnMemory.allocate
+        allocate = ShardedParams.allocate
 
-        def measure(memory: OwnMemory, run: Run = run, allocate: Any = allocate) -> None:
+        def measure(store: ShardedParams, run: Run = run, allocate: Any = allocate) -> None:
             nonlocal peak
-            allocate(memory)
+            allocate(store)
             peak = max(peak, bytes_with_storage(run))
 
-        OwnMemory.allocate = measure  # type: ignore[method-assign]
+        ShardedParams.allocate = measure  # type: ignore[method-assign]
         batch = run.batch_iterator.next()
         assert batch is not None
         ctx.traffic.reset()
         loss = train_step(run, batch).read().loss
-        OwnMemory.allocate = allocate  # type: ignore[method-assign]
+        ShardedParams.allocate = allocate  # type: ignore[method-assign]
         sent = sum(ctx.traffic.bytes("dp_shard", op) for op in ("all_gather", "reduce_scatter"))
         weights = [bucket.params.shard.double().sum().item() for dp in run.data_parallel for bucket in dp.buckets]
         fulls = [store.full.untyped_storage() for store in stores_of(run)]
