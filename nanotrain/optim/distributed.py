@@ -141,15 +141,6 @@ class DistributedOptimizer:
             self._run_rules(step)
         return Update(norm, ~is_finite, total[1:], scale)
 
-    def num_zero_grads(self) -> Tensor:
-        """Zeros in the last step's gradients, this rank's part of the count: fp64 scalar, each element on one rank."""
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for state in self._states:
-            for part in state.ranges if state.replica[0] == 0 else ():
-                if part.param.is_first_replica:
-                    total += (state.grads[part.elements] == 0).sum()
-        return total
-
     @property
     def num_updates(self) -> int:
         """Steps that were not skipped; waits for the device."""

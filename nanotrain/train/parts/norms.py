@@ -49,7 +49,8 @@ class ParamsNorm(StepPart):
         device = self._context.device
         mains = self._optimizer.tensors_to_save(only="model").values()
         squares = squared_norm([tensor.detach().to(device).flatten() for tensor in mains], device=device)
-        total = torch.stack([squares, self._optimizer.num_zero_grads()])
+        grads, none = self._optimizer.grad_tensors(once=True).values(), torch.zeros_like(squares)
+        total = torch.stack([squares, sum(((grad == 0).sum() for grad in grads), start=none)])
         all_reduce(total, self._context.group("world"))
         return torch.stack([total[0].sqrt(), total[1]])
 
