@@ -203,18 +203,17 @@ class BufferLayout:
         """
         turn: dict[str, str] = {}  # unit -> block
         filled: Counter[str] = Counter()  # elements by unit
+        numel: dict[str, int] = {}
         places = []
         for bucket in reversed(self.buckets):
             (unit,) = bucket.units
-            if bucket.is_shared:
-                places.append((f"shared {unit}", 0))
-                continue
-            block = turn.setdefault(unit, str(len(turn) % num_blocks))
-            places.append((block, filled[unit]))
-            filled[unit] += bucket.numel
-        numel = {block: max(filled[unit] for unit in turn if turn[unit] == block) for block in turn.values()}
-        shared = {f"shared {min(b.units)}": b.numel for b in self.buckets if b.is_shared}
-        return GatherBlocks(numel | shared, tuple(reversed(places)))
+            block, start = f"shared {unit}", 0
+            if not bucket.is_shared:
+                block, start = turn.setdefault(unit, str(len(turn) % num_blocks)), filled[unit]
+                filled[unit] += bucket.numel
+            places.append((block, start))
+            numel[block] = max(numel.get(block, 0), start + bucket.numel)
+        return GatherBlocks(numel, tuple(reversed(places)))
 
     @property
     def params(self) -> tuple[LocalParam, ...]:
