@@ -205,7 +205,7 @@ def measure_options(ctx: ParallelContext, cases: list[Case]) -> list[dict[str, A
         batch = run.batch_iterator.next()
         assert batch is not None
         ctx.traffic.reset()
-        loss = train_step(run, batch).read().loss
+        loss = train_step(run, batch).loss
         ShardedParams.allocate = allocate  # type: ignore[method-assign]
         sent = sum(ctx.traffic.bytes("dp_shard", op) for op in ("all_gather", "reduce_scatter"))
         weights = [bucket.params.shard.double().sum().item() for dp in run.data_parallel for bucket in dp.buckets]
