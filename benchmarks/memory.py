@@ -178,7 +178,7 @@ def measure(context: ParallelContext, case: Case) -> Row:
     before = storages(live_tensors())
     strategy, stage = STRATEGIES[case.strategy], build_stage(MODEL, dtype=DTYPE_NAMES[case.precision.params])
     shard, replicate = context.group("dp_shard"), context.group("dp_replicate")
-    rules = LayoutRules(shard.size, case.outer, BUCKET_SIZE, gathers_by_unit=strategy.gathers_by_unit)
+    rules = LayoutRules(shard.size, case.outer, BUCKET_SIZE, gathers_by_unit=strategy.shard_params)
     data_parallel = DataParallel(
         stage,
         plan_layout(stage.params, rules),
