@@ -33,7 +33,7 @@ from nanotrain.checkpoint.background import (
 )
 from nanotrain.checkpoint.compatibility import check_all_loaded, check_compatible, fit_padding, loads
 from nanotrain.checkpoint.manifest import Manifest, plain_json, to_json
-from nanotrain.checkpoint.plan import ChunkRead, plan_reads
+from nanotrain.checkpoint.plan import plan_reads
 from nanotrain.checkpoint.read import read_chunks
 from nanotrain.checkpoint.retention import SeenManifests, keep_newest
 from nanotrain.checkpoint.write import shard_name, write_shard
@@ -45,7 +45,6 @@ from nanotrain.system import without_collection
 
 Tensors = Mapping[TensorBox, torch.Tensor]
 TargetFilter = Callable[[Manifest, Tensors], Tensors]
-Reads = Mapping[str, tuple[ChunkRead, ...]]
 
 
 class Checkpointer:
@@ -246,7 +245,8 @@ class Checkpointer:
         fitted = fit_padding(manifest, targets, rows=padded_rows or {})
 
         def read() -> list[float]:
-            read_chunks(path, _plan(manifest, fitted, config=config), targets=fitted)
+            check_compatible(manifest, _dtypes(fitted), config=config)
+            read_chunks(path, plan_reads(manifest, fitted), targets=fitted)
             return loads(manifest, targets)
 
         # One collective: ranks that share cores wait several milliseconds in each.
@@ -263,8 +263,7 @@ class Checkpointer:
 
     def older_than(self, path: Path) -> Path | None:
         """The newest complete checkpoint of an earlier step than `path`, or None, the same on every rank."""
-        step = int(path.stem.removeprefix("step-"))
-        return run_on_first(self.group, lambda: store.newest_complete(self.folder, below=step))
+        return run_on_first(self.group, lambda: store.newest_complete(self.folder, below=store.step_of(path)))
 
     def find(self, path: Path) -> Path:
         """`store.find_checkpoint` on the first rank, for all.
@@ -327,8 +326,7 @@ def _manifests(step: int, **content: Mapping[str, Any]) -> tuple[Manifest, Manif
     return replace(manifest, config={}, topology={}), manifest
 
 
-def _plan(manifest: Manifest, targets: Tensors, *, config: Mapping[str, Any] | None) -> Reads:
+def _dtypes(targets: Tensors) -> dict[TensorBox, str]:
     for box, tensor in targets.items():
         assert tuple(tensor.shape) == box.box.shape, f"{box} got a tensor of {tuple(tensor.shape)}: wrong elements"
-    check_compatible(manifest, {box: DTYPE_NAMES[tensor.dtype] for box, tensor in targets.items()}, config=config)
-    return plan_reads(manifest, targets)
+    return {box: DTYPE_NAMES[tensor.dtype] for box, tensor in targets.items()}

@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
-from io import StringIO
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -76,19 +75,14 @@ def describe(path: Path, *, tensors: bool = False) -> str:
     found = find_checkpoint(Path(path))
     manifest = read_manifest(found)
     on_terminal = sys.stdout.isatty()
-    console = Console(
-        file=StringIO(), force_terminal=on_terminal, width=None if on_terminal else PLAIN_WIDTH, highlight=False
-    )
-    console.print(f"{found}", soft_wrap=True, markup=False)
-    for title, text in _summary(manifest):
-        console.print(f"{title:<11} {text}", soft_wrap=True, markup=False)
-    console.print()
-    console.print(_table("kind", ["tensors", "elements", "dtype", "size"], rows=_kind_rows(manifest)))
-    if tensors:
-        console.print()
-        console.print(_table("tensor", ["shape", "dtype", "chunks", "size"], rows=_tensor_rows(manifest)))
-    assert isinstance(console.file, StringIO)
-    return console.file.getvalue().rstrip()
+    console = Console(force_terminal=on_terminal, width=None if on_terminal else PLAIN_WIDTH, highlight=False)
+    lines = [f"{found}", *(f"{title:<11} {text}" for title, text in _summary(manifest))]
+    with console.capture() as capture:
+        console.print("\n".join(lines), soft_wrap=True, markup=False)
+        console.print("", _table("kind", ["tensors", "elements", "dtype", "size"], rows=_kind_rows(manifest)))
+        if tensors:
+            console.print("", _table("tensor", ["shape", "dtype", "chunks", "size"], rows=_tensor_rows(manifest)))
+    return capture.get().rstrip()
 
 
 def _summary(manifest: Manifest) -> Iterator[tuple[str, str]]:

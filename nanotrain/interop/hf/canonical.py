@@ -60,25 +60,27 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
         mtp=replace(model_config.mtp, num_layers=shape.num_mtp_layers or None),
         moe=None if moe is None or model_config.moe is None else _canonical_experts(model_config.moe, moe),
     )
-    scale = model_config.softmax_scale
-    if scale is not None and math.isclose(scale, shape.head_dim**-0.5) and not model_config.multi_latent_attention:
+    is_mla, position = model_config.multi_latent_attention, model_config.position_embedding_type
+    scale, without = model_config.softmax_scale, model_config.no_rope_layers
+    if scale is not None and math.isclose(scale, shape.head_dim**-0.5) and not is_mla:
         model_config = replace(model_config, softmax_scale=None)
-    if not model_config.has_rope:
-        model_config = replace(model_config, rotary_base=_DEFAULT.rotary_base, rotary_base_local=None, no_rope_freq="0")
-    without = model_config.no_rope_layers
     model_config = replace(model_config, no_rope_freq=write_pattern(without) if any(without) else "0")
-    if not model_config.has_rope or model_config.multi_latent_attention:
-        model_config = replace(model_config, rotary_percent=_DEFAULT.rotary_percent)
-    if model_config.position_embedding_type is not PositionEmbedding.rope or not model_config.use_rope_scaling:
-        model_config = replace(model_config, use_rope_scaling=False, **_DEFAULT_ROPE_SCALING)
-    if model_config.position_embedding_type is not PositionEmbedding.rope:
-        model_config = replace(model_config, rotary_seq_len_interpolation_factor=1.0)
-    if model_config.activation not in GATED:
-        model_config = replace(model_config, glu_linear_offset=0.0, activation_func_clamp_value=None)
-    if not model_config.qk_layernorm:
-        model_config = replace(model_config, qk_layernorm_across_heads=False)
+    has_rope, is_rope = model_config.has_rope, position is PositionEmbedding.rope
+    without_effect = {
+        ("rotary_base", "rotary_base_local", "no_rope_freq"): not has_rope,
+        ("rotary_percent",): not has_rope or is_mla,
+        ("use_rope_scaling", *_ROPE_SCALING): not is_rope or not model_config.use_rope_scaling,
+        ("rotary_seq_len_interpolation_factor",): not is_rope,
+        ("glu_linear_offset", "activation_func_clamp_value"): model_config.activation not in GATED,
+        ("qk_layernorm_across_heads",): not model_config.qk_layernorm,
+        ("window_attn_skip_freq", "rotary_base_local"): model_config.window_size is None,
+    }
+    reset: dict[str, Any] = {
+        name: getattr(_DEFAULT, name) for names, is_unused in without_effect.items() if is_unused for name in names
+    }
+    model_config = replace(model_config, **reset)
     if model_config.window_size is None:
-        return replace(model_config, window_attn_skip_freq=_DEFAULT.window_attn_skip_freq, rotary_base_local=None)
+        return model_config
     if model_config.rotary_base_local == model_config.rotary_base and not _is_rope_scaled(model_config):
         model_config = replace(model_config, rotary_base_local=None)
     layers = model_config.window_layers
@@ -103,6 +105,4 @@ def _is_rope_scaled(model_config: ModelConfig) -> bool:
 
 
 _DEFAULT = ModelConfig()
-_DEFAULT_ROPE_SCALING: dict[str, Any] = {
-    name: value for name, value in vars(_DEFAULT).items() if name.startswith("rope_")
-}
+_ROPE_SCALING = tuple(name for name in vars(_DEFAULT) if name.startswith("rope_"))
