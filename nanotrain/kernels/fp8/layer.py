@@ -1,8 +1,7 @@
 """fp8 in the layers of a stage.
 
     fp8_options    options from the configuration; `expert_fp8_options` of the experts of an MoE layer
-    DenseAmax      amaxes reduced over the ranks that share a tensor (tp x cp): one number per tensor
-    ExpertAmax     the same for the tokens of an expert, over etp and the sequence's ranks: one per expert and tensor
+    SharedAmax     amaxes reduced over the ranks that share a tensor: tp x cp, for the tokens of an expert also etp
     StoredWeight   a weight that is kept in fp8
     Fp8Layer       the options of a layer, and its amax history for delayed scaling
 
@@ -149,30 +148,16 @@ class Fp8Layer(nn.Module):
 
 
 @dataclass(frozen=True)
-class DenseAmax:
-    """The largest amaxes over the ranks that hold the tokens of one sequence."""
+class SharedAmax:
+    """The largest amaxes over the ranks that hold the tokens of one sequence; of experts also over their shards."""
 
     sequence: Group
-
-    def __call__(self, amax: Tensor) -> Tensor:
-        """[number of tensors, 1]; may be overwritten."""
-        all_reduce(amax, self.sequence, op="max")
-        return amax
-
-
-@dataclass(frozen=True)
-class ExpertAmax:
-    """The largest amaxes of each expert over its shards and over the ranks that hold the tokens of one sequence."""
-
     etp: Group
-    sequence: Group
-    experts: ExpertRange
+    experts: ExpertRange  # of a dense layer one, on every rank
 
     def __call__(self, amax: Tensor) -> Tensor:
         """[number of tensors, local experts]; may be overwritten."""
         all_reduce(amax, self.etp, op="max")
-        if self.sequence.size == 1:
-            return amax
         first, num_local = self.experts.first, self.experts.num_local
         full = amax.new_zeros((len(amax), self.experts.num_global))  # ranks of a sequence have different experts
         full[:, first : first + num_local] = amax
@@ -201,7 +186,7 @@ def fp8_options(
         history_length=fp8.amax_history_len,
         uses_largest=fp8.amax_compute_algo is AmaxAlgo.max,
         has_grouped_mm=capability in (None, GROUPED_CAPABILITY),
-        reduce_amax=DenseAmax(sequence) if recipe.is_per_tensor and sequence.size > 1 else None,
+        reduce_amax=_share(recipe, sequence, etp=Group.single_rank("etp")),
     )
 
 
@@ -211,8 +196,14 @@ def expert_fp8_options(
     """The options of an MoE layer's experts, from those of dense layers; None without fp8."""
     if options is None:
         return None
-    is_shared = options.recipe.is_per_tensor and etp.size * sequence.size > 1
-    return replace(options, reduce_amax=ExpertAmax(etp, sequence, experts) if is_shared else None)
+    return replace(options, reduce_amax=_share(options.recipe, sequence, etp=etp, experts=experts))
+
+
+def _share(
+    recipe: Recipe, sequence: Group, *, etp: Group, experts: ExpertRange = ExpertRange(0, 1, 1)
+) -> SharedAmax | None:
+    is_shared = recipe.is_per_tensor and sequence.size * etp.size > 1
+    return SharedAmax(sequence, etp, experts) if is_shared else None
 
 
 def layers_in_bf16(fp8: Fp8Config | None, num_layers: int) -> frozenset[int]:

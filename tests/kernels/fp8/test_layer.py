@@ -9,12 +9,11 @@ from torch import nn
 from nanotrain.comm.group import Group
 from nanotrain.config.config import AmaxAlgo, Fp8Config, Fp8Format
 from nanotrain.kernels.fp8.layer import (
-    DenseAmax,
-    ExpertAmax,
     ExpertRange,
     Fp8Layer,
     Fp8Options,
     Operand,
+    SharedAmax,
     expert_fp8_options,
     fp8_options,
     layers_in_bf16,
@@ -136,13 +135,13 @@ def test_first_and_last_layers(start: int, end: int, expected: set[int]) -> None
 @ranks(4, tp=2, cp=2)
 def test_dense_amaxes_are_the_largest_of_the_ranks_of_a_sequence(ctx):
     amax = torch.tensor([[float(ctx.rank)], [-float(ctx.rank)]])
-    assert DenseAmax(ctx.group("tp_cp"))(amax).tolist() == [[3.0], [0.0]]
+    assert SharedAmax(ctx.group("tp_cp"), ETP, ExpertRange(0, 1, 1))(amax).tolist() == [[3.0], [0.0]]
 
 
 @ranks(4, tp=2, cp=2, ep=2, etp=2)
 def test_amaxes_of_experts_are_the_largest_of_their_shards_and_sequences(ctx):
     experts = ExpertRange(2 * ctx.group("ep").index, 2, 4)
-    reduce = ExpertAmax(ctx.group("etp"), ctx.group("tp_cp"), experts)
+    reduce = SharedAmax(ctx.group("tp_cp"), ctx.group("etp"), experts)
     found = reduce(torch.tensor([[ctx.rank + 0.5, 10.0 + experts.first]]))
     members = max(rank for rank in ctx.group("etp").ranks)
     assert found.tolist() == [[members + 0.5, 10.0 + experts.first]]
@@ -150,7 +149,7 @@ def test_amaxes_of_experts_are_the_largest_of_their_shards_and_sequences(ctx):
 
 @ranks(4, cp=2, ep=1)
 def test_amaxes_of_replicated_experts_are_the_largest_of_a_sequence(ctx):
-    reduce = ExpertAmax(ctx.group("etp"), ctx.group("tp_cp"), ExpertRange(0, 2, 2))
+    reduce = SharedAmax(ctx.group("tp_cp"), ctx.group("etp"), ExpertRange(0, 2, 2))
     found = reduce(torch.tensor([[float(ctx.rank), 1.0]]))
     assert found.tolist() == [[float(max(ctx.group("tp_cp").ranks)), 1.0]]
 
