@@ -46,11 +46,9 @@ def config_dir() -> Path:
     for folder in candidates:
         if (folder / "train.yaml").is_file():
             return folder
-    raise ConfigError(
-        f"no train.yaml in {' or '.join(map(str, candidates))}",
-        why="the recipes are composed from it",
-        fix="unset NANOTRAIN_CONFIG_DIR" if configured else "install nanotrain again",
-    )
+    what = f"no train.yaml in {' or '.join(map(str, candidates))}"
+    fix = "unset NANOTRAIN_CONFIG_DIR" if configured else "install nanotrain again"
+    raise ConfigError(what, why="the recipes are composed from it", fix=fix)
 
 
 def search_path(line: CommandLine) -> list[Path]:
@@ -237,17 +235,11 @@ def merge_files(files: list[tuple[Path, str]], *, built_in: Path) -> tuple[dict[
 def fields_of(values_of_file: dict[str, Any], file: str) -> dict[str, Any]:
     """The values that a file sets by key, all of which must exist."""
     if list(values_of_file) == ["config"]:
-        raise ConfigError(
-            f"{file} would fill a section config",
-            why="a recipe names its sections itself",
-            fix="begin it with the line: # @package _global_",
-        )
+        why, fix = "a recipe names its sections itself", "begin it with the line: # @package _global_"
+        raise ConfigError(f"{file} would fill a section config", why=why, fix=fix)
     if "defaults" in values_of_file:
-        raise ConfigError(
-            f"{file} has a defaults list",
-            why="a recipe named by its path is read as it stands",
-            fix=f"put it into a folder config/ and write --config-dir FOLDER +config={Path(file).stem}",
-        )
+        fix = f"put it into a folder config/ and write --config-dir FOLDER +config={Path(file).stem}"
+        raise ConfigError(f"{file} has a defaults list", why="a recipe named by its path is read as it stands", fix=fix)
     errors = ErrorCollector()
     settings = dict(flatten(values_of_file, errors=errors))
     errors.raise_errors(where=f" in {file}")

@@ -60,8 +60,8 @@ def help_text(topic: str = "", *, width: int | None = None, usage: str = USAGE) 
     if topic in SECTIONS:
         return "\n".join(section_lines(topic, width))
     if topic == "all":
-        lines = [*introduction(width, usage), *alias_lines(width)]
-        return "\n".join(lines + [line for name in SECTIONS for line in section_lines(name, width)])
+        sections = [line for name in SECTIONS for line in section_lines(name, width)]
+        return "\n".join([*introduction(width, usage), *sections])
     if topic:
         topics = ["all", "megatron", *SECTIONS]
         why = f"there are {', '.join(topics)}"
@@ -69,20 +69,16 @@ def help_text(topic: str = "", *, width: int | None = None, usage: str = USAGE) 
     common = panel("options used most", rows((describe(ENTRIES[name]) for name in COMMON.split()), width), width=width)
     rest = f"--help=all lists all {len(ENTRIES)} options, --help=megatron those of Megatron-LM, --help=SECTION one of:"
     topic_lines = textwrap.wrap(f"{rest} {', '.join(SECTIONS)}", width)
-    return "\n".join([*introduction(width, usage), *alias_lines(width), *common, *topic_lines])
+    return "\n".join([*introduction(width, usage), *common, *topic_lines])
 
 
 def introduction(width: int, usage: str = USAGE) -> list[str]:
-    """The usage, the order of precedence and the kinds of arguments."""
+    """The usage, the order of precedence, the kinds of arguments, and the flags that stand for one value of a field."""
     first = textwrap.wrap(usage, width, subsequent_indent=" " * 7, break_on_hyphens=False)
     arguments = panel("arguments", rows(ARGUMENTS.items(), width), width=width)
-    return [*first, "", *textwrap.wrap(ORDER, width), "", *arguments]
-
-
-def alias_lines(width: int) -> list[str]:
-    """The flags that stand for one value of a field."""
     pairs = ((flag, f"{alias.name}={alias.value}") for flag, alias in ALIASES.items())
-    return panel("aliases", rows(pairs, width), width=width)
+    aliases = panel("aliases", rows(pairs, width), width=width)
+    return [*first, "", *textwrap.wrap(ORDER, width), "", *arguments, *aliases]
 
 
 def section_lines(name: str, width: int) -> list[str]:
