@@ -62,10 +62,10 @@ class BatchIterator:
 
     Args:
         batches: this rank's microbatches per global batch.
-        group: all ranks, for the numbers; on the backend of the device.
-        control: all ranks, for errors.
-        device: of the microbatches.
-        options: how batches are read.
+        group: group of all ranks, for the numbers; on the backend of the device.
+        control: group of all ranks, for errors.
+        device: device of the microbatches.
+        options: reading of batches.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ def raise_on_all(failure: NanotrainError | None, group: Group) -> None:
     """Raise the first error of the ranks on every rank; return if there is none.
 
     Args:
-        failure: of this rank.
+        failure: error of this rank; None for none.
         group: all ranks.
 
     Raises:

@@ -61,7 +61,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     """Build every part of a run on this rank and load what it starts from.
 
     Args:
-        plan: of this rank.
+        plan: plan of this rank.
         inputs: open datasets, run folder and checkpoint.
         context: this rank's device and process groups.
 
@@ -130,7 +130,7 @@ def build_stages(plan: Plan, context: ParallelContext) -> dict[int, BuiltStage]:
     """Build this rank's stages; parameters are zero until they are initialized or loaded.
 
     Args:
-        plan: of this rank.
+        plan: plan of this rank.
         context: device and groups.
 
     Returns:

@@ -41,8 +41,8 @@ def with_compile(config: Config, device_type: str) -> Config:
     """The configuration with `torch_compile` set; an explicit value stays.
 
     Args:
-        config: validated.
-        device_type: of the rank, "cpu" or "cuda".
+        config: validated configuration.
+        device_type: device type of the rank, "cpu" or "cuda".
     """
     if config.train.torch_compile is not None:
         return config

@@ -187,9 +187,9 @@ def evaluate_model(
     Args:
         model: checkpoint or Hugging Face folder.
         source: prefix of token files, or text.
-        plan: of this rank, for the model's configuration in this layout.
+        plan: plan of this rank, for the model's configuration in this layout.
         context: device and groups.
-        tokenizer: of the model; None if unknown.
+        tokenizer: tokenizer of the model; None if unknown.
         max_samples: windows to read, from the first; None for all.
 
     Raises:

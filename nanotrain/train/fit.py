@@ -38,8 +38,8 @@ def fit(run: Run, hooks: Sequence[Hook]) -> None:
     """Train until the last step or a reason to stop.
 
     Args:
-        run: built by `build_run`.
-        hooks: called in this order; closed in reverse.
+        run: result of `build_run`.
+        hooks: hooks in the order of calls; they are closed in reverse.
     """
     failed, loop = True, _Loop(run, [SkippedSteps(), *hooks])
     try:

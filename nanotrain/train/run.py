@@ -85,7 +85,7 @@ class StopRequest:
         Only the main thread can handle signals; in any other thread the handlers stay as they are.
 
         Args:
-            stop_point: where all ranks stop during a step; None if they stop between steps only.
+            stop_point: place where all ranks stop during a step; None if they stop between steps only.
         """
         in_main = threading.current_thread() is threading.main_thread()
         numbers = (*stop_signals(), signal.SIGUSR1) if in_main else ()

@@ -99,9 +99,9 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
     """One optimizer step.
 
     Args:
-        run: its parameters and counters change.
+        run: run whose parameters and counters change.
         batch: this rank's part of the global batch.
-        is_logged: whether to measure what is only measured for the log.
+        is_logged: whether to measure what is measured for the log only.
 
     Raises:
         PassStopped: a rank received a signal between microbatches. Weights and counters are those before the step, on
@@ -165,7 +165,7 @@ def finalize_grads(data_parallel: Sequence[DataParallel], context: ParallelConte
     here they run after it, over 1/d of the bytes.
 
     Args:
-        data_parallel: of this rank; gradient shards are reduced.
+        data_parallel: wrappers of this rank, whose gradient shards are reduced.
         context: a rank between the first and the last stage has no `embed` group.
     """
     for axis in GRAD_SUM_AXES:

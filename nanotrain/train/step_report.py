@@ -222,7 +222,7 @@ class SlowestRank:
     On a GPU the device waits, not the host.
 
     Args:
-        context: of this rank.
+        context: device and heartbeat of this rank.
     """
 
     def __init__(self, context: ParallelContext) -> None:

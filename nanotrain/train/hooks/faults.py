@@ -226,8 +226,8 @@ def replicated(
     """Groups that hold replicas of parameters, with the names of these; the same on every rank of a group.
 
     Args:
-        data_parallel: of this rank.
-        groups: of which this rank is a member.
+        data_parallel: wrappers of this rank.
+        groups: groups of which this rank is a member.
     """
     for dp in data_parallel:
         is_expert = dp.groups.shard.name.startswith("expert")

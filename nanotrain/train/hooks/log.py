@@ -110,7 +110,7 @@ def describe(
     """The console line of a step; rates are means over the steps since the last line.
 
     Args:
-        reports: of the steps since the last line, the printed step last.
+        reports: reports of the steps since the last line, the printed step last.
         train_iters: steps of the run.
         num_devices: one per rank.
         seconds_per_step: for the remaining time, validations and checkpoints included; None: the mean of `reports`.

@@ -26,8 +26,8 @@ class Fp8Amaxes(StepPart):
     """The amax histories of this rank's stages, equal on all ranks of a stage.
 
     Args:
-        stages: of this rank.
-        groups: reduced over one after the other; together they span all ranks of a stage: tp and dp_cp.
+        stages: stages of this rank.
+        groups: groups that are reduced over one after the other; together all ranks of a stage: tp and dp_cp.
     """
 
     def __init__(self, stages: Mapping[int, Stage], groups: tuple[Group, ...]) -> None:
@@ -84,8 +84,8 @@ def update_amax_histories(stage: nn.Module, groups: tuple[Group, ...]) -> None:
     """Append the amaxes of a step to the histories of a stage; one collective per group.
 
     Args:
-        stage: the same on every rank of the groups.
-        groups: reduced over one after the other.
+        stage: stage with the same layers on every rank of the groups.
+        groups: groups that are reduced over one after the other.
     """
     layers = list(fp8_layers(stage).values())
     if not layers:

@@ -21,10 +21,10 @@ class MTPLosses(StepPart):
     """The losses of multi-token prediction: scaled in the forward pass by global token counts, and reported.
 
     Args:
-        model_config: of the model.
+        model_config: number of the layers, and the factor of their losses.
         layers: layers of multi-token prediction on this rank; none where it is not on the last stage.
         tp: the tensor-parallel group, whose ranks have equal losses.
-        device: of the sums.
+        device: device of the sums.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class SourceLosses(StepPart):
     """The mean loss on each corpus since the last logged step.
 
     Args:
-        names: of the corpora, in the order of `Batch.source_ids`.
-        heads: of this rank's stages; they add to the sums in the forward passes of training.
-        device: of the sums.
+        names: names of the corpora, in the order of `Batch.source_ids`.
+        heads: heads of this rank's stages, which add to the sums in the forward passes of training.
+        device: device of the sums.
     """
 
     def __init__(self, names: Sequence[str], *, heads: Iterable[Head], device: torch.device) -> None:

@@ -22,7 +22,7 @@ class MovingAverage(StepPart):
     """Adds the main params of every step to their average.
 
     Args:
-        average: of the optimizer.
+        average: average that the optimizer stores.
     """
 
     def __init__(self, average: WeightAverage) -> None:

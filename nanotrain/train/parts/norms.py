@@ -31,7 +31,7 @@ class ParamsNorm(StepPart):
     """The norm of the main params and the number of zeros in the gradients.
 
     Args:
-        model: built.
+        model: built model.
     """
 
     def __init__(self, model: BuiltModel) -> None:
@@ -64,10 +64,10 @@ class GroupNorms(StepPart):
     """Norms by group of parameters.
 
     Args:
-        optimizer: of this rank.
+        optimizer: optimizer of this rank.
         specs: every parameter of the whole model.
-        world: all ranks.
-        device: of the results.
+        world: group of all ranks.
+        device: device of the results.
     """
 
     def __init__(

@@ -102,7 +102,7 @@ class StepPart:
         Args:
             update: the result of the optimizer step.
             sums: the sums of `sums` over all ranks; empty without them.
-            is_logged: as for `sums`.
+            is_logged: whether the step is logged.
 
         Returns:
             [m] the numbers that `metrics` reads; empty for none.
@@ -124,7 +124,7 @@ class StepPart:
 
         Args:
             targets: all tensors of the run.
-            manifest: of the checkpoint.
+            manifest: manifest of the checkpoint.
             weights_alone: whether only weights are loaded.
         """
         return ()
@@ -142,7 +142,7 @@ class StepParts:
     """The parts of a run in the order in which they are called.
 
     Args:
-        parts: by name.
+        parts: parts by name.
         context: device and groups of this rank.
     """
 

@@ -35,7 +35,7 @@ class QKClip(StepPart):
     """Scales query and key weights by the logits of the step; no weight of a skipped step.
 
     Args:
-        model: built.
+        model: built model.
     """
 
     def __init__(self, model: BuiltModel) -> None:
@@ -60,7 +60,7 @@ class MaxAttentionLogit(StepPart):
     """The largest attention logit.
 
     Args:
-        model: built.
+        model: built model.
     """
 
     def __init__(self, model: BuiltModel) -> None:
@@ -92,9 +92,9 @@ def collect_factors(
     """The factors of the rows of a stage's query and key parameters by name, the same on every rank; resets the logits.
 
     Args:
-        stage: the same layers on every rank of the groups.
+        stage: stage with the same layers on every rank of the groups.
         config: threshold and alpha.
-        shape: of the model.
+        shape: shape of the model.
         tp: ranks with other heads.
         dp_cp: ranks with other samples or tokens.
     """

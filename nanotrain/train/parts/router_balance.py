@@ -21,7 +21,7 @@ class RouterBalance(StepPart):
     """The routers of all stages of the model; their statistics form one vector.
 
     Args:
-        stages: of this rank.
+        stages: stages of this rank.
         config: number of experts, and step size of the biases.
         context: the groups.
     """
@@ -70,7 +70,7 @@ def update_expert_bias(router: HasRouterState, tokens_per_expert: Tensor, *, rat
     Every bias moves by `rate`, for any distance (DeepSeek-V3, section 2.1.2: balance without auxiliary loss).
 
     Args:
-        router: without a bias it stays as it is.
+        router: router; without a bias it stays as it is.
         tokens_per_expert: [E] of this step, over all ranks.
         rate: step size.
     """

@@ -55,11 +55,12 @@ def restore(
 
     Args:
         start: step folder.
-        checkpointer: of the run.
-        model: to load into.
-        parts: their tensors are read too.
+        checkpointer: checkpointer of the run.
+        model: model to load into.
+        parts: parts of the step, whose tensors are read too.
         may_fall_back: whether a damaged `start` is replaced by the newest intact checkpoint in the run's folder.
-        config: compared with the one in the checkpoint; differences that change the loss are logged. None: the run's.
+        config: configuration to compare with that of the checkpoint; None for that of `model`. Differences that
+            change the loss are logged.
 
     Raises:
         DamagedCheckpoint: `start` is damaged, and no other may or can be used.

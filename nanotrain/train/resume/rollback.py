@@ -28,9 +28,9 @@ def count_loss(state: TrainState, loss: float, *, factor: float) -> bool:
     """Whether a loss is a spike; a finite loss that is not one is added to the recent losses.
 
     Args:
-        state: holds the recent losses.
-        loss: of a step; the same on all ranks.
-        factor: of the median of the recent losses, above which a loss is a spike.
+        state: counters with the recent losses.
+        loss: loss of a step; the same on all ranks.
+        factor: multiple of the median of the recent losses above which a loss is a spike.
 
     >>> state = TrainState(recent_losses=[2.0] * 8)
     >>> count_loss(state, 3.1, factor=1.5), count_loss(state, 2.9, factor=1.5)
