@@ -225,11 +225,7 @@ def plan_chunks(
 
 
 def forward_tiles(
-    plan: TilePlan,
-    inputs: Inputs,
-    *,
-    scores: ScoreOptions | None,
-    total: AttentionResult | None = None,
+    plan: TilePlan, inputs: Inputs, *, scores: ScoreOptions | None, total: AttentionResult | None = None
 ) -> AttentionResult:
     """Attention of the queries to all keys of the tiles, without a sink.
 
@@ -300,12 +296,7 @@ def backward_tiles(
 
 @eager  # an operator of its own, whose backward torch's compiler cannot trace
 def attend_tiles(
-    query: Tensor,
-    *,
-    key: Tensor,
-    value: Tensor,
-    plan: TilePlan,
-    scores: ScoreOptions | None = None,
+    query: Tensor, *, key: Tensor, value: Tensor, plan: TilePlan, scores: ScoreOptions | None = None
 ) -> Tensor:
     """Softmax attention: query [B, Q, N, D], key [B, K, G, D], value [B, K, G, Dv] -> [B, Q, N, Dv]."""
     inputs = [x.transpose(1, 2) for x in (query, key, value)]

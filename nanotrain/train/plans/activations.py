@@ -161,7 +161,7 @@ class Activations:
         return self.outside * compressed * self.itemsize + self._core_attention(layer, (heads, heads), modules=modules)
 
     def _core_attention(self, layer: int, heads: tuple[int, int], *, modules: Modules) -> int:
-        """Query, key, value, output and its log-sum-exp; only the backend math saves a mask (parallel/cp/tiles.py)."""
+        """Query, key, value, output and its log-sum-exp; only the backend math saves a mask (attention/tiles.py)."""
         (num_heads, groups), shape, is_ring = heads, self.shape, self.cp_comm_type == "p2p"
         backend = self._backend(layer)
         is_sdpa = self.device == "cpu" and backend == "sdpa flash"

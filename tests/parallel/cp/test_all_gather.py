@@ -27,8 +27,6 @@ def test_the_calls_have_the_rows_of_the_full_mask(ctx):
 class LowerRight:
     """The kernel as on CUDA."""
 
-    takes_scores = False
-
     def __call__(self, query, *, key, value, call, scores):
         assert call.is_causal and scores is None
         return attend(query, key=key, value=value)
