@@ -14,7 +14,7 @@ from nanotrain.config.tables import read_table
 LISTED_BY = "nanotrain train --help=all"  # the command that lists every option
 # Shares of equal characters, as difflib counts them; of a short name one slip is enough.
 MIN_SIMILARITY, MIN_SIMILARITY_OF_A_SHORT_NAME, MIN_SIMILARITY_OF_A_CHOICE = 0.85, 2 / 3, 0.7
-MIN_LENGTH_OF_A_WORD = 5  # of a single word that stands for a longer name
+MIN_LENGTH_OF_A_WORD = 5  # of a single word that stands for a longer name, or for a misspelled one elsewhere
 
 
 @cache
@@ -71,7 +71,10 @@ def cure_of(name: str, known: Collection[str]) -> str | None:
     """
     if meaning := by_meaning(name):
         return meaning
-    return None if nearest(name, known) else cures().get(by_spelling(name.rpartition(".")[2], cures()) or "")
+    last = name.rpartition(".")[2]
+    if nearest(name, known) or len(plain(last)) < MIN_LENGTH_OF_A_WORD:
+        return None
+    return cures().get(by_spelling(last, cures()) or "")
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -71,6 +71,8 @@ MESSAGES = [
     ("--params-dtype bfloat16", "write --params-dtype bf16", "--help"),
     ("--hiden-size 64", "did you mean --hidden-size?", "--ffn"),
     ("--warmup-iters 5", "did you mean --lr-warmup-iters?", "--help"),
+    ("--szve", "did you mean --save?", "--help"),
+    ("--push", "nanotrain train --help=all lists the flags", "nproc"),
     ("--add-linear-bias", "did you mean --add-bias-linear?", "--help"),
     ("--disable-linear", "nanotrain train --help=all lists the flags", "--add-bias-linear"),
     ("--num-mtp-layers 1", "did you mean --mtp-num-layers?", "--help"),
