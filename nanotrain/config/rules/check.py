@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from nanotrain.config.config import Config
 from nanotrain.config.notation import read_stages
 from nanotrain.config.rules.layout import LAYOUT_RULES, MEMORY_RULES
-from nanotrain.config.rules.model import HEAD_RULES, MLA_RULES, MOE_RULES, MTP_RULES, POSITION_RULES, YARN_RULES
-from nanotrain.config.rules.rule import Rule, check_rules
-from nanotrain.config.rules.run import DATA_PARALLEL_RULES, FP8_LAYOUT_RULES, FP8_RULES, RUN_RULES
+from nanotrain.config.rules.model import HEAD_RULES, MLA_RULES, MOE_RULES, POSITION_RULES
+from nanotrain.config.rules.rule import Rule, check_rules, contradictions
+from nanotrain.config.rules.run import FP8_LAYOUT_RULES, RUN_RULES
 from nanotrain.config.schedules import batch_schedule, global_batch_size, length_schedule, num_microbatches
 from nanotrain.errors import ConfigError, ErrorCollector
 from nanotrain.quantities import count_of
@@ -36,7 +36,7 @@ def collect_errors(
     """
     if config.is_model_known:  # else it is checked once it is complete
         check_rules(config, model_rules(config), errors=errors, unreadable=unreadable)
-    check_rules(config, (*RUN_RULES, *DATA_PARALLEL_RULES), errors=errors, unreadable=unreadable)
+    check_rules(config, (*RUN_RULES, *contradictions("run")), errors=errors, unreadable=unreadable)
     if unreadable.isdisjoint(BATCH_FIELDS):
         with errors:
             check_batches(config, 1)
@@ -46,8 +46,6 @@ def collect_errors(
     if unreadable.isdisjoint(("data_stages", "train_iters")):
         with errors:
             read_stages(config.data.stages, config.train.train_iters)
-    if config.precision.fp8 is not None:
-        check_rules(config, FP8_RULES, errors=errors, unreadable=unreadable)
     if to_train and config.is_model_known:
         check_rules(config, layout_rules(config), errors=errors, unreadable=unreadable)
 
@@ -56,10 +54,9 @@ def model_rules(config: Config) -> tuple[Rule, ...]:
     """The rules for this kind of attention and MLP."""
     attention = MLA_RULES if config.model.multi_latent_attention else HEAD_RULES
     return (
+        *contradictions("model"),
         *attention,
         *POSITION_RULES,
-        *YARN_RULES,
-        *MTP_RULES,
         *(MOE_RULES if config.model.moe is not None else ()),
     )
 
@@ -77,7 +74,7 @@ def check_layout(config: Config) -> None:
 def layout_rules(config: Config) -> tuple[Rule, ...]:
     """The rules for layouts and recomputation, and for the sizes of fp8 matrices where there are any."""
     has_fp8 = config.precision.fp8 is not None
-    return (*LAYOUT_RULES, *MEMORY_RULES, *(FP8_LAYOUT_RULES if has_fp8 else ()))
+    return (*LAYOUT_RULES, *MEMORY_RULES, *contradictions("layout"), *(FP8_LAYOUT_RULES if has_fp8 else ()))
 
 
 def _check_table(config: Config, rules: Iterable[Rule]) -> None:

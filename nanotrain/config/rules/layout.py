@@ -7,7 +7,7 @@ per rank; pp the layers; ep the experts and etp the width of each. Modules that 
 from collections.abc import Callable
 from math import lcm
 
-from nanotrain.config.config import DeviceKind, NormPlacement, RecomputeGranularity
+from nanotrain.config.config import NormPlacement
 from nanotrain.config.option import flag_of
 from nanotrain.config.rules.rule import Rule, Values
 from nanotrain.config.suggest import nearest_choice
@@ -176,11 +176,6 @@ def most_offloaded(v: Values) -> str:
 
 # fmt: off
 MEMORY_RULES = (
-    Rule(lambda v: v.recompute_granularity is RecomputeGranularity.full
-        and v.recompute_num_layers is not None and v.recompute_method is None,
-        "recompute_num_layers is {recompute_num_layers} and recompute_method is unset",
-        "it is the size of a group with uniform, and the number of recomputed layers with block",
-        "set --recompute-method uniform or --recompute-method block"),
     Rule(lambda v: (v.recompute_num_layers or 1) > longest_stage(v),
         "recompute_num_layers {recompute_num_layers} is above the layers of a stage",
         lambda v: f"the longest of {count_of(v.num_stages, 'pipeline stage')} has {longest_stage(v)} of "
@@ -209,13 +204,5 @@ MEMORY_RULES = (
         f"{count_of(v.num_layers, 'layer')}, "
         "and the backward needs the last one first",
         most_offloaded),
-    Rule(lambda v: v.cpu_offloading and v.recompute_granularity is not None,
-        "cpu_offloading with recompute_granularity {recompute_granularity.value}",
-        "an activation is either recomputed or kept in host memory",
-        "leave out --cpu-offloading or --recompute-granularity"),
-    Rule(lambda v: v.cpu_offloading and v.torch_compile, "cpu_offloading with torch_compile",
-        "compiled code has its own choice of what it saves", "leave out --cpu-offloading or --torch-compile"),
-    Rule(lambda v: v.cpu_offloading and v.device is DeviceKind.cpu, "cpu_offloading has no effect",
-        "activations on a CPU are in host memory already", "leave --cpu-offloading out"),
 )
 # fmt: on

@@ -3,13 +3,16 @@
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from math import lcm
+from operator import gt, lt
 from typing import Any
 
 from nanotrain.config.config import Config, ModelConfig
 from nanotrain.config.notation import count_mtp_layers, read_pipeline_layout
 from nanotrain.config.schedules import length_schedule
-from nanotrain.config.schema import ENTRIES, value_of
+from nanotrain.config.schema import ENTRIES, typed, value_of
+from nanotrain.config.tables import read_table
 from nanotrain.errors import ConfigError, ErrorCollector
 
 
@@ -115,6 +118,7 @@ SIZES: dict[str, Callable[[Values], Any]] = {
     # stages whose length is not set, and the layers left for them
     "stages_between": lambda v: (v.pp - len(v.end_lengths)) * (v.num_stages // v.pp),
     "layers_between": lambda v: v.num_layers - sum(v.end_lengths),
+    "reduces_in_fp32": lambda v: v.params_dtype.value == "fp32" or v.config.precision.accumulates_grads_in_fp32,
     # the update rule of the parameters that Muon leaves, or of all
     "scalar_rule": lambda v: v.muon_scalar_optimizer if v.optimizer == "muon" else v.optimizer,
 }
@@ -130,6 +134,36 @@ class Rule:
     what: Text  # the fact; a template of `str.format` over `Values`, or a function of them
     why: Text  # the reason, in the same form
     fix: Text  # the cure, in the same form
+
+
+def holds(values: Values, where: str) -> bool:
+    """Whether a condition of a table holds; config/tables/contradictions.yaml describes the form."""
+    return any(all(_is_met(values, term) for term in terms.split(" and ")) for terms in where.split(" or "))
+
+
+def _is_met(values: Values, term: str) -> bool:
+    """Whether one term of a condition holds.
+
+    >>> _is_met(Values(Config()), "optimizer is not sgd, lion"), _is_met(Values(Config()), "min_lr is above lr")
+    (True, False)
+    """
+    name, _, expected = term.partition(" is ")
+    is_negated, expected = expected.startswith("not "), expected.removeprefix("not ")
+    word, _, bound = expected.partition(" ")
+    if word not in COMPARISONS:
+        return (typed(values[name]) in expected.split(", ")) != is_negated
+    value, limit = values[name], values[bound] if bound.isidentifier() else float(bound)
+    return None not in (value, limit) and COMPARISONS[word](value, limit) != is_negated
+
+
+COMPARISONS = {"above": gt, "below": lt}
+
+
+@cache
+def contradictions(group: str) -> tuple[Rule, ...]:
+    """The rules of a group of contradictions.yaml: model, run or layout."""
+    rows = read_table("contradictions")[group]
+    return tuple(Rule(partial(holds, where=row["where"]), row["what"], row["why"], row["fix"]) for row in rows)
 
 
 def check_rules(

@@ -14,7 +14,7 @@ from functools import cache
 
 from nanotrain.config.config import Config
 from nanotrain.config.option import Entry
-from nanotrain.config.rules.rule import Values
+from nanotrain.config.rules.rule import Values, holds
 from nanotrain.config.schema import (
     ENTRIES,
     KEYS,
@@ -43,21 +43,6 @@ class Unused:
     why: str  # the reason
     fix: str = ""  # how the fields get an effect; empty: change the causes
     is_harmless: bool = False  # published scripts of Megatron-LM set the fields all the same: reset, not refused
-
-    def holds(self, values: Values) -> bool:
-        """Whether the condition holds."""
-        return any(all(is_met(term, values) for term in terms.split(" and ")) for terms in self.where.split(" or "))
-
-
-def is_met(term: str, values: Values) -> bool:
-    """Whether one term of a condition holds.
-
-    >>> is_met("optimizer is not sgd, lion", Values(Config()))
-    True
-    """
-    name, _, expected = term.partition(" is ")
-    is_expected = typed(values[name]) in expected.removeprefix("not ").split(", ")
-    return is_expected != expected.startswith("not ")
 
 
 @cache
@@ -129,7 +114,7 @@ def reset_unused(
         if not config.is_model_known and any(cause.key.startswith("model.") for cause in causes):
             continue
         with errors:
-            if not rule.holds(Values(config)):
+            if not holds(Values(config), rule.where):
                 continue
         is_overruled = any(cause.key in explicit for cause in causes)
         for entry in (ENTRIES[name] for name in rule.fields):

@@ -1,4 +1,4 @@
-"""Tables of names as YAML files: the flags of Megatron-LM, and the names that other frameworks use.
+"""Tables as YAML files: Megatron-LM's flags, names of other frameworks, contradictions, settings without effect.
 
 It does not hold conversions of values: rows name functions of `config/megatron.py`.
 """

@@ -1,9 +1,13 @@
 """A rule is data: its predicate reads values by name, its texts are filled in."""
 
+import re
+
 import pytest
 
 from nanotrain.config.config import Config
 from nanotrain.config.rules.rule import Rule, Values, check_rules
+from nanotrain.config.schema import ENTRIES
+from nanotrain.config.tables import read_table
 from nanotrain.errors import ConfigErrors, ErrorCollector
 from tests.config.asking import config_of
 
@@ -35,3 +39,16 @@ def test_a_rule_on_a_field_that_could_not_be_read_is_left_out():
         errors = ErrorCollector()
         check_rules(Config(), rules, errors=errors, unreadable=unreadable)
         assert len(errors.errors) == count, unreadable
+
+
+@pytest.mark.parametrize("group", ["model", "run", "layout"])
+def test_contradictions_name_values_that_exist(group):
+    values = Values(Config())
+    for row in read_table("contradictions")[group]:
+        for term in re.split(" and | or ", row["where"]):
+            name, word, bound = re.fullmatch(r"(\w+) is (?:not )?(?:(above|below) )?(.+)", term).groups()
+            choices = ENTRIES[name].choices if name in ENTRIES and not word else ()
+            assert hasattr(values, name) and (not choices or set(bound.split(", ")) <= {*choices, "unset"}), term
+            assert not word or hasattr(values, bound) or float(bound), term
+        named = re.findall(r"{(\w+)", row["what"] + row["why"] + row["fix"])
+        assert all(hasattr(values, name) for name in named), row

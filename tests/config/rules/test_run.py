@@ -4,8 +4,8 @@ import pytest
 
 from nanotrain.config.config import Config
 from nanotrain.config.load import load_config
-from nanotrain.config.rules.rule import Values
-from nanotrain.config.rules.run import E4M3_ONLY, SCALED_ALONG_ROWS, is_split, odd_sizes
+from nanotrain.config.rules.rule import Values, contradictions
+from nanotrain.config.rules.run import is_split, odd_sizes
 from nanotrain.errors import ConfigError, ConfigErrors, NanotrainError
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES
@@ -93,12 +93,16 @@ def test_what_fits_together_passes() -> None:
     validate(config_of(**FITTING, **FP8, first_last_layers_bf16=True, num_layers_at_end_in_bf16=0), to_train=True)
 
 
-def test_the_recipes_with_e4m3_only_are_those_of_the_table() -> None:
-    assert [name for name, recipe in RECIPES.items() if recipe.e4m3_only] == list(E4M3_ONLY)
+def refused(**fields: object) -> list[str]:
+    """The fp8 recipes that contradict some fields."""
+    values = {name: Values(config_of(fp8_recipe=name, **fields)) for name in RECIPES}
+    return [name for name, each in values.items() if any(rule.is_broken(each) for rule in contradictions("run"))]
 
 
-def test_the_recipes_that_are_not_gathered_scale_a_transposed_weight_otherwise() -> None:
-    assert [name for name, recipe in RECIPES.items() if not recipe.is_transposable] == list(SCALED_ALONG_ROWS)
+def test_the_recipes_with_e4m3_only_and_those_that_are_not_gathered_are_those_of_the_table() -> None:
+    assert refused(fp8_format="hybrid") == [name for name, recipe in RECIPES.items() if recipe.e4m3_only]
+    gathered = [name for name, recipe in RECIPES.items() if not recipe.is_transposable]
+    assert refused(fp8_format="e4m3", fp8_param_gather=True) == gathered
 
 
 def test_odd_sizes_are_one_error_with_their_numbers() -> None:
