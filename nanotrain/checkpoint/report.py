@@ -27,7 +27,7 @@ from nanotrain.checkpoint.compatibility import kind_of, vocabulary_rows
 from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, TensorEntry
 from nanotrain.checkpoint.plan import ChunkRead, coverage_fault, split_box
 from nanotrain.checkpoint.read import ShardFile, read_box
-from nanotrain.checkpoint.store import find_checkpoint, read_manifest, require_complete
+from nanotrain.checkpoint.store import find_checkpoint, find_manifest, read_manifest
 from nanotrain.checkpoint.write import file_threads
 from nanotrain.config.schema import config_from_dict
 from nanotrain.errors import CheckpointError, ConfigError
@@ -72,8 +72,7 @@ def describe(path: Path, *, tensors: bool = False) -> str:
     Raises:
         CheckpointError: no complete checkpoint there.
     """
-    found = find_checkpoint(Path(path))
-    manifest = read_manifest(found)
+    found, manifest = find_manifest(Path(path))
     on_terminal = sys.stdout.isatty()
     console = Console(force_terminal=on_terminal, width=None if on_terminal else PLAIN_WIDTH, highlight=False)
     lines = [f"{found}", *(f"{title:<11} {text}" for title, text in _summary(manifest))]
@@ -264,16 +263,16 @@ def diff(first: Path, second: Path) -> CheckpointDifference:
     Raises:
         CheckpointError: there is no complete checkpoint, or a chunk is damaged.
     """
-    paths = find_checkpoint(Path(first)), find_checkpoint(Path(second))
-    sides = tuple(_Side.read(path) for path in paths)
+    sides = _Side.read(Path(first)), _Side.read(Path(second))
     if sides[0].tokens != sides[1].tokens:  # other vocabularies: no row of one is padding for the other
-        sides = tuple(replace(side, tokens={}) for side in sides)
+        sides = replace(sides[0], tokens={}), replace(sides[1], tokens={})
     a, b = (side.manifest for side in sides)
     lines = [*_shape_lines(sides), *_value_lines("config", a=a.config, b=b.config)]
     lines += _value_lines("step", a=a.step, b=b.step) + _value_lines("objects", a=a.objects, b=b.objects)
     shared = [name for name in a.tensors if name in b.tensors and sides[0].shape(name) == sides[1].shape(name)]
     found = [_compare(sides, name=name) for name in progress(shared, "comparing")]
     tensors = sorted((one for one in found if one is not None), key=lambda one: -one.relative)
+    paths = sides[0].path, sides[1].path
     return CheckpointDifference(
         paths, len(shared) - len(tensors), tuple(tensors), tuple(lines), padding=_padding_line(sides, shared)
     )
@@ -289,11 +288,11 @@ class _Side:
 
     @classmethod
     def read(cls, path: Path) -> "_Side":
-        manifest = require_complete(path)
+        found, manifest = find_manifest(path)
         try:
-            return cls(path, manifest, vocabulary_rows(config_from_dict(manifest.config).model))
+            return cls(found, manifest, vocabulary_rows(config_from_dict(manifest.config).model))
         except ConfigError:  # of another version, or without a model: all rows are compared
-            return cls(path, manifest, {})
+            return cls(found, manifest, {})
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor without its padding."""

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 
-from nanotrain.checkpoint import commit, store
+from nanotrain.checkpoint import commit
 from nanotrain.checkpoint.compatibility import kind_of
 from nanotrain.checkpoint.manifest import Manifest, TensorEntry, to_json
 from nanotrain.checkpoint.read import read_box
 from nanotrain.checkpoint.retention import remove_unfinished
+from nanotrain.checkpoint.store import find_manifest
 from nanotrain.checkpoint.write import ChunkWrite, shard_name, write_shard
 from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import TORCH_DTYPES
@@ -43,8 +44,7 @@ def average(paths: Sequence[Path], output: Path, *, decay: float | None = None) 
     Raises:
         CheckpointError: the checkpoints are of different models, or damaged.
     """
-    folders = [store.find_checkpoint(Path(path)) for path in paths]
-    manifests = [store.require_complete(folder) for folder in folders]
+    folders, manifests = zip(*(find_manifest(Path(path)) for path in paths), strict=True)
     names = _shared_weights(folders, manifests)
     shares = [(1.0 if decay is None else decay) ** age for age in reversed(range(len(paths)))]
     shares = [share / sum(shares) for share in shares]
