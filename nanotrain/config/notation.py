@@ -41,10 +41,7 @@ def read_pattern(text: str) -> int | list[int]:
     >>> read_pattern("2"), read_pattern("[0]*2 + [1]"), read_pattern("([1] + [0]*2)*2")
     (2, [0, 0, 1], [1, 0, 0, 1, 0, 0])
     """
-    try:
-        value = read_node(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        value = 0
+    value = _evaluate(text)
     if isinstance(value, int) and value >= 1 or isinstance(value, list) and value and set(value) <= {0, 1}:
         return value
     raise ConfigError(
@@ -105,16 +102,21 @@ def read_no_rope_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
 
 def _read_layers(text: str, num_layers: int, *, field: str, values: str, fix: str) -> int | tuple[bool, ...]:
     """A frequency, above the layers for 0; or a flag per layer; a ConfigError for text that is neither."""
-    try:
-        value = read_node(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        value = -1
+    value = _evaluate(text)
     if isinstance(value, int) and value >= 0:
         return value or num_layers + 1
     if isinstance(value, list) and len(value) == num_layers and set(value) <= {0, 1}:
         return tuple(map(bool, value))
     why = f"it takes N for every Nth layer, or {values} for each of {count_of(num_layers, 'layer')}"
     raise ConfigError(f"{field} is {text!r}", why=why, fix=fix)
+
+
+def _evaluate(text: str) -> int | list[int]:
+    """The value of a pattern; -1 for text that is none."""
+    try:
+        return read_node(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return -1
 
 
 def read_node(node: ast.expr) -> int | list[int]:

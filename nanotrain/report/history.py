@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from nanotrain.config.schema import with_current_keys
 from nanotrain.errors import EnvironmentFault
 from nanotrain.runs.folder import RunFolder
 from nanotrain.untrusted import LARGEST, parse_json
@@ -69,7 +70,7 @@ class RunHistory:
             folder=folder,
             columns=_columns(rows),
             load=_loads(rows),
-            config=dict(_flatten(_mapping(folder / "config.yaml"))),
+            config=dict(_flatten(with_current_keys(_mapping(folder / "config.yaml")))),
             environment=_mapping(folder / "environment.json"),
             checkpoints=tuple(_checkpoints(run.checkpoints)),
             samples=tuple(row for row in _json_lines(folder / "samples.jsonl") if "text" in row),

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from nanotrain.quantities import round_up
 from nanotrain.spec.boxes import TensorBox, flat_range_to_boxes
 from nanotrain.spec.params import LocalParam
 
@@ -236,7 +237,7 @@ def plan_layout(params: Sequence[LocalParam], rules: LayoutRules) -> BufferLayou
     bucket_start = 0
 
     def close_bucket() -> int:
-        end = _round_up(open_params[-1].stop, rules.bucket_alignment)
+        end = round_up(open_params[-1].stop, rules.bucket_alignment)
         buckets.append(BucketLayout(bucket_start, end, tuple(open_params), rules.num_shards, rules.num_outer_shards))
         open_params.clear()
         return end
@@ -244,7 +245,7 @@ def plan_layout(params: Sequence[LocalParam], rules: LayoutRules) -> BufferLayou
     for param in reversed(params):
         if open_params and (param.spec.is_shared or _enters_unit(param, open_params[-1].param, rules=rules)):
             bucket_start = close_bucket()
-        start = _round_up(open_params[-1].stop, PARAM_ALIGNMENT) if open_params else bucket_start
+        start = round_up(open_params[-1].stop, PARAM_ALIGNMENT) if open_params else bucket_start
         open_params.append(FlatRange(param, start, 0, param.box.numel))
         if param.spec.is_shared or open_params[-1].stop - bucket_start >= rules.closing_size:
             bucket_start = close_bucket()
@@ -255,7 +256,3 @@ def plan_layout(params: Sequence[LocalParam], rules: LayoutRules) -> BufferLayou
 
 def _enters_unit(param: LocalParam, before: LocalParam, *, rules: LayoutRules) -> bool:
     return rules.gathers_by_unit and param.spec.unit != before.spec.unit
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
