@@ -253,9 +253,11 @@ class Stage(nn.Module):
             return Block(model_config, params, parallel=at, has_window=shape.has_window(layer), layer=layer)
 
         self.layers = nn.ModuleDict({str(i): build_block(declared.submodule(f"layers.{i}"), i) for i in spec.layers})
-        self.final_norm = build_norm(model_config, declared.submodule("final_norm"))
+        # None without a head: FSDP takes a child without parameters for one that reads those of other units
+        self.final_norm: nn.Module | None = None
         self.head: Head | None = None
         if spec.has_head:
+            self.final_norm = build_norm(model_config, declared.submodule("final_norm"))
             head = declared.get("head.weight")
             vocabulary = Vocabulary(shape.vocab_size, model_config.final_logit_softcapping)
             self.head = Head(head, vocabulary=vocabulary, tensor_parallel=parallel.tp)
@@ -346,7 +348,7 @@ class Stage(nn.Module):
         for function in self.layer_functions:
             hidden = function(hidden, layer_context)
         assert hidden is not None
-        return self.final_norm(hidden), layer_context
+        return (hidden if self.final_norm is None else self.final_norm(hidden)), layer_context
 
     def _tied_weight(self) -> nn.Parameter | None:
         is_tied = not self.model_config.untie_embeddings_and_output_weights
