@@ -20,6 +20,7 @@ from nanotrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from nanotrain.errors import DataError, EnvironmentFault
 from nanotrain.prepare import corpus as prepare
 from nanotrain.prepare import parts
+from nanotrain.prepare.options import PrepareOptions, add_arguments
 from tests.runs.test_metrics_file import file_size_limit
 
 TEXTS = [f"document {i} {'word ' * (i % 50)}" for i in range(400)]
@@ -28,6 +29,7 @@ DRIVER = """
 import argparse, os, signal
 from nanotrain.prepare import corpus as prepare
 from nanotrain.prepare import chunks
+from nanotrain.prepare.options import PrepareOptions, add_arguments
 chunks._MIN_BYTES = 2000
 write_parts = prepare.write_parts
 def write_two_parts(*args, **options):
@@ -38,8 +40,8 @@ def write_two_parts(*args, **options):
 prepare.write_parts = write_two_parts
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    prepare.add_arguments(parser)
-    prepare.run(parser.parse_args())
+    add_arguments(parser)
+    prepare.prepare_corpus(PrepareOptions.from_args(parser.parse_args()))
 """
 
 
@@ -53,9 +55,11 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _prepare(source: Path, output: Path, *options: str) -> None:
     parser = argparse.ArgumentParser()
-    prepare.add_arguments(parser)
+    add_arguments(parser)
     argv = ["--input", str(source), "--output", str(output), *options]
-    prepare.run(parser.parse_args(argv if "--tokenizer" in argv else [*argv, "--tokenizer", "bytes"]))
+    prepare.prepare_corpus(
+        PrepareOptions.from_args(parser.parse_args(argv if "--tokenizer" in argv else [*argv, "--tokenizer", "bytes"]))
+    )
 
 
 def _bytes(prefix: Path) -> tuple[bytes, bytes]:
