@@ -17,6 +17,7 @@ from nanotrain.checkpoint.read import read_global_tensors
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.train.plans.traffic import sent_bytes
 from nanotrain.train.run import Run
+from nanotrain.train.step import StepOutput
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.compare import LOSS_TOLERANCE, assert_alike
 from tests.laws.test_any_topology import State, global_tensors, save_step, state_of
@@ -176,6 +177,10 @@ def train_in_every_way(ctx: ParallelContext, layout: Layout, own: Path, other: P
     return {name: train_model(ctx, layout, name, own=own / name, other=(other or own) / name) for name in layout.models}
 
 
+def numbers_of(results: list[StepOutput]) -> list[tuple[Any, ...]]:
+    return [(result.loss, result.grad_norm, result.metrics) for result in results]
+
+
 def train_model(ctx: ParallelContext, layout: Layout, name: str, *, own: Path, other: Path) -> Trained:
     """Train a model; asserts what needs no other rank."""
     run = build_here(ctx, layout.case(name), folder=own)
@@ -191,11 +196,11 @@ def train_model(ctx: ParallelContext, layout: Layout, name: str, *, own: Path, o
 
     resumed = build_here(ctx, layout.case(name), checkpoint=own / SAVED, folder=own)
     assert_same_bits(state_of(resumed), saved, f"{name}: resumed")
-    assert train_steps(resumed, 1) == results[1:], f"{name}: the step after the resume"
+    assert numbers_of(train_steps(resumed, 1)) == numbers_of(results[1:]), f"{name}: the step after the resume"
     assert_same_bits(state_of(resumed), state_of(run), f"{name}: after the step after the resume")
 
     again = build_here(ctx, layout.recomputed(name))
-    assert train_steps(again, 2) == results, f"{name}: recomputed and overlapped"
+    assert numbers_of(train_steps(again, 2)) == numbers_of(results), f"{name}: recomputed and overlapped"
     assert_same_bits(state_of(again), state_of(run), f"{name}: recomputed and overlapped")
 
     there = build_here(ctx, layout.case(name), checkpoint=other / SAVED, folder=own)
