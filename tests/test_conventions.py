@@ -33,10 +33,10 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "test_layers_of_multi_token_prediction_are_on_the_last_stage_and_like_the_last_layer",
     ),
     "a skipped step": ("tests/train/test_step.py::test_a_gradient_that_is_not_finite_skips_the_update",),
-    "fp16 gradients": ("tests/precision/test_policy.py::test_gradients_and_main_params_are_fp32_by_default",),
+    "fp16 gradients": ("tests/precision/test_dtypes.py::test_gradients_and_main_params_are_fp32_by_default",),
     "router logits": ("tests/model/test_router.py::test_logits_are_fp32_whatever_the_activations_are",),
     "`--moe-router-load-balancing-type sinkhorn`": (f"{TRANSLATE}::test_what_is_never_so_is_an_error",),
-    "an expert's capacity": ("tests/model/test_capacity.py::test_every_sequence_has_a_capacity_of_its_own",),
+    "an expert's capacity": ("tests/model/test_router_capacity.py::test_every_sequence_has_a_capacity_of_its_own",),
     "one bucket without": (
         "tests/parallel/dp/test_layout.py::test_a_bucket_closes_as_soon_as_it_holds_the_bucket_size",
         "tests/laws/test_one_rank.py::test_every_layout_trains_as_one_rank_does",
@@ -50,7 +50,7 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
     ),
     "random state": ("tests/laws/test_resume.py::test_five_and_five_steps_are_ten",),
     "several checkpoint formats": ("tests/laws/test_any_topology.py::test_any_topology_loads_what_any_other_saved",),
-    "index files": ("tests/data/test_permutation.py::test_every_size_and_key_gives_a_bijection",),
+    "index files": ("tests/data/test_gpt.py::test_every_size_and_key_gives_a_bijection",),
     "`--use-checkpoint-opt-param-scheduler`": (
         "tests/train/resume/test_restore.py::test_changed_settings_are_those_that_change_the_loss",
     ),
@@ -127,7 +127,7 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
         "tests/data/test_token_format.py::test_an_index_with_modes_is_refused_and_says_why",
     ),
     "sizes that a family may leave out (transformers)": (
-        "tests/interop/hf/test_llama.py::test_the_families_differ_in_what_they_may_leave_out",
+        "tests/interop/hf/test_parts.py::test_the_families_differ_in_what_they_may_leave_out",
     ),
     "ranks without tokens": ("tests/parallel/ep/test_token_dispatcher.py::test_a_rank_may_receive_no_tokens",),
     "no sample with experts on other ranks": (
@@ -142,7 +142,7 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
         "test_it_halves_at_the_overflow_that_uses_up_the_hysteresis_and_at_every_further_one",
     ),
     "initial weights N(0, std), output projections narrower": (
-        "tests/model/test_init.py::test_matrices_are_normal_and_output_projections_narrower",
+        "tests/model/test_parameters.py::test_matrices_are_normal_and_output_projections_narrower",
     ),
     "YaRN (transformers)": ("tests/model/test_rope.py::test_yarn_is_that_of_transformers",),
     "Llama 3's RoPE scaling": (
