@@ -38,7 +38,7 @@ PARSED = {  # the beginning of a command: what runs it
     "nanotrain sweep": "tests/cli/test_sweep.py",
     "nanotrain timeline": "tests/report/test_timeline.py",
     "nanotrain topology --schedule": "tests/parallel/pp/test_draw.py",
-    "nanotrain watch": "tests/report/test_serve.py",
+    "nanotrain watch": "tests/report/test_page.py",
     "python -m nanotrain.inference.lm_eval": "tests/inference/test_lm_eval.py",
     "torchrun": "tests/test_examples.py",
 }

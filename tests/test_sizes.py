@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).parent.parent
-MAX_FILE, MAX_MEDIAN_FILE, MAX_EXAMPLE, MAX_FUNCTION = 400, 155, 80, 60  # lines
+MAX_FILE, MAX_MEDIAN_FILE, MAX_EXAMPLE, MAX_FUNCTION = 400, 170, 80, 60  # lines
 MAX_PARAMETERS, MAX_POSITIONAL = 6, 2  # without self
 MAX_UNTESTED_FILE = 60  # lines of a module without a test file of its name
 MAX_CODE_LINES, MAX_FILES = 23_850, 290  # of the package: what is added is paid for by what is removed

@@ -170,7 +170,7 @@ def forge(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "payload": (flip, "crc32"),
-    "header": (spoil_header, "data_offsets is None"),
+    "header": (spoil_header, "without dtype, shape and two data_offsets"),
     "negative counter": (forge(lambda objects: objects["train"].update(step=-4)), "objects.train.step is -4"),
     "other step": (forge(lambda objects: objects["train"].update(step=2)), "objects.train.step is 2"),
     "unknown counter": (forge(lambda objects: objects["train"].update(steps=2)), "an unknown field 'steps'"),
