@@ -9,6 +9,7 @@ require_folders            at the start of a command
 importing_torch            during `import torch`, which saves 0.4 s and more
 without_collection         while many objects are made
 end_without_collection     at the end of the process
+keep_freed_memory          for the next step of a training on CPUs
 usable_cores, cores_per_rank, available_memory
                            of this machine; in a container those of its limits
 
@@ -36,6 +37,7 @@ from typing import Any, NoReturn
 from nanotrain.errors import EnvironmentFault, NanotrainError, report
 
 PR_SET_PDEATHSIG = 1  # of man 2 prctl
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of man 3 mallopt, in bytes
 STOPPED = "NANOTRAIN_STOPPED"  # set by a launcher that was stopped: the exit code of ranks that torch starts again
 FULL_PIPE_S = 0.01  # seconds until the next attempt to write to a full pipe that does not block
 OF_TORCHRUN = "TORCHELASTIC_RUN_ID"  # set for ranks; a process that a user started from a shell outlives it (nohup)
@@ -174,6 +176,19 @@ def end_without_collection() -> None:
         return
     gc.disable()
     gc.freeze()
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed blocks for later ones, for the rest of the process, instead of returning them to the system.
+
+    A training step on a CPU frees and allocates the same activations as the step before, and the system would clear
+    every page of them again: 5 to 8 % of a step (25m in bf16, two processes). The peak memory of the process does not
+    change. Variables of the environment that set glibc's allocator are left alone.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
+    if mallopt is not None and not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        mallopt(M_MMAP_THRESHOLD, 2**30) or mallopt(M_MMAP_THRESHOLD, 2**25)  # older releases refuse the first
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 class _Output(io.FileIO):

@@ -395,3 +395,27 @@ def test_a_run_checks_its_open_files_before_it_starts(
     line = ["train", *launcher, "+config=tiny", "--mock-data", "--vocab-size", "64", "--run-dir", str(tmp_path / "run")]
     assert cli.main(line) == 2
     assert "a process may open 28 files" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+# Page faults of the second of two equal rounds of large blocks; every fault clears one page of 4 KiB.
+SECOND_ROUND = """
+import ctypes, resource
+from nanotrain.system import keep_freed_memory
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a huge page would be one fault
+keep_freed_memory()
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for megabytes in (1, 40, 8, 60):
+        bytearray(b"x" * (megabytes * 2**20))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
+@pytest.mark.parametrize(
+    ("environment", "pages"), [({}, range(1000)), ({"MALLOC_MMAP_THRESHOLD_": "131072"}, range(10_000, 10**6))]
+)
+def test_freed_memory_is_kept_unless_the_environment_sets_the_allocator(environment, pages) -> None:
+    program = [sys.executable, "-c", SECOND_ROUND]
+    faults = int(subprocess.run(program, env=environment, capture_output=True, text=True, check=True).stdout)
+    assert faults in pages  # 218 MB are 55,808 pages

@@ -27,6 +27,7 @@ from nanotrain.comm.heartbeat import Heartbeat
 from nanotrain.comm.process_groups import create_control, create_groups, join_world, require_host
 from nanotrain.errors import EnvironmentFault
 from nanotrain.quantities import count_of
+from nanotrain.system import keep_freed_memory
 from nanotrain.topology.groups import GroupName, GroupSpec
 from nanotrain.topology.topology import Topology
 from nanotrain.untrusted import shown
@@ -138,6 +139,8 @@ class ParallelContext:
                 fix=f"launch {count_of(topology.world_size, 'rank')}, or plan the topology for {launch.world_size}",
             )
         chosen = pick_device(device, launch.local_rank)
+        if chosen.type == "cpu":
+            keep_freed_memory()
         if not launch.is_distributed:
             yield cls(topology, 0, device=chosen)._with_groups(timeout_s)
             return
