@@ -1,7 +1,6 @@
 """A process from its first line to its exit code, and what of its host it may use.
 
 run_program                a program as all that a process does
-guard_output               standard output that cannot be written (`| head`, a full disk) is one error
 outlive_output             a training goes on without its output, also after its terminal was closed
 end_with_launcher          a rank does not outlive torchrun
 stop_signals               that save and end a run, `handling_signals` in a block
@@ -18,7 +17,6 @@ The limits are files of the process's control group and of every group above it 
 """
 
 import ctypes
-import errno
 import gc
 import io
 import math
@@ -27,7 +25,6 @@ import resource
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,7 +36,6 @@ from nanotrain.errors import EnvironmentFault, NanotrainError, report
 PR_SET_PDEATHSIG = 1  # of man 2 prctl
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of man 3 mallopt, in bytes
 STOPPED = "NANOTRAIN_STOPPED"  # set by a launcher that was stopped: the exit code of ranks that torch starts again
-FULL_PIPE_S = 0.01  # seconds until the next attempt to write to a full pipe that does not block
 OF_TORCHRUN = "TORCHELASTIC_RUN_ID"  # set for ranks; a process that a user started from a shell outlives it (nohup)
 
 
@@ -49,7 +45,8 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     After an error one of several ranks ends at once: the interpreter's own end destroys process groups, which waits for
     peers that may be inside a collective.
     """
-    guard_output()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a text may have characters that the encoding does not have
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it would end this process before the training handles it
     end_with_launcher(os.environ)
     if STOPPED in os.environ:
@@ -60,6 +57,7 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     except SystemExit:
         raise
     except BrokenPipeError:  # the reader of the pipe has closed it, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what the interpreter flushes at its end
         code = 0
     except NanotrainError as error:
         code = report(error)
@@ -118,15 +116,11 @@ def require_folders() -> None:
     """
     try:
         os.getcwd()
-    except OSError as error:
-        why = f"{error.strerror}: it was deleted, or its disk is gone"
-        fix = "enter one: cd, or cd . if it was made again"
-        raise EnvironmentFault("the working folder cannot be found", why=why, fix=fix) from None
-    try:
         tempfile.gettempdir()
-    except FileNotFoundError as error:
-        fix = "mount a folder that can be written at /tmp, or name one with TMPDIR"
-        raise EnvironmentFault("there is no folder for temporary files", why=str(error.strerror), fix=fix) from None
+    except OSError as error:
+        what = "there is no working folder, or no folder for temporary files"
+        fix = "enter a folder that exists (cd), and name one for temporary files that can be written with TMPDIR"
+        raise EnvironmentFault(what, why=str(error.strerror), fix=fix) from None
 
 
 @contextmanager
@@ -192,71 +186,34 @@ def keep_freed_memory() -> None:
 
 
 class _Output(io.FileIO):
-    """The bytes of standard output or error.
+    """A stream of a training: what cannot be written is dropped, the first time with a note on standard error."""
 
-    Args:
-        number: number of the file.
-        is_needed: whether an error while writing ends the command; otherwise what cannot be written is dropped.
-    """
+    note = ""
 
-    def __init__(self, number: int, *, is_needed: bool) -> None:
-        super().__init__(number, "w", closefd=False)
-        self.is_needed, self.note = is_needed, ""
-
-    def write(self, data: Any) -> int:
-        """Write bytes, and return how many are done with.
-
-        Raises:
-            BrokenPipeError: nothing reads output that is needed.
-            EnvironmentFault: output that is needed cannot be written.
-        """
+    def write(self, data: Any) -> int | None:
+        """Write bytes, and return how many are done with."""
         try:
-            written = super().write(data)
+            return super().write(data)
         except OSError as error:
-            was_needed, self.is_needed = self.is_needed, False  # the interpreter writes what is left at its end
-            if was_needed and error.errno == errno.EPIPE:
-                raise
-            if was_needed:
-                why, fix = error.strerror or str(error), "free space, or send the output elsewhere"
-                raise EnvironmentFault("standard output cannot be written", why=why, fix=fix) from None
             note, self.note = self.note, ""
             if note:
                 print(f"standard output cannot be written: {error.strerror}; {note}", file=sys.stderr)
             return len(data)
-        if written is None:
-            time.sleep(FULL_PIPE_S)
-        return written or 0
-
-
-def guard_output() -> None:
-    """Replace standard output and error by streams that fail as a command should.
-
-    Output that cannot be written is an `EnvironmentFault`; what standard error cannot take is dropped, as there is
-    nowhere left to report it. Characters that the encoding of the stream does not have are escaped: "\\u20ac".
-    """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper):
-            stream.flush()
-            raw = _Output(stream.fileno(), is_needed=name == "stdout")
-            errors = "backslashreplace" if stream.errors == "strict" else stream.errors
-            text = io.TextIOWrapper(io.BufferedWriter(raw), encoding=stream.encoding, errors=errors)
-            # python -u (PYTHONUNBUFFERED, as in many containers): what is printed appears at once
-            text.reconfigure(line_buffering=stream.line_buffering or stream.write_through)
-            setattr(sys, name, text)
 
 
 def outlive_output(note: str) -> None:
-    """From now on drop what standard output cannot take; the first time `note` is printed on standard error.
+    """From now on drop what standard output and error cannot take; the first time `note` is printed on the latter.
 
-    Also in a program that trains by a function and has not called `guard_output`; not in a notebook, which has a
-    stream of its own.
+    Streams that are not the process's own, as in a notebook, are left as they are.
     """
-    if sys.stdout is sys.__stdout__:
-        guard_output()
-    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    if isinstance(raw, _Output):
-        raw.is_needed, raw.note = False, note
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is getattr(sys, f"__{name}__"):
+            raw = _Output(stream.fileno(), "w", closefd=False)
+            raw.note = note if name == "stdout" else ""
+            buffer = io.BufferedWriter(raw)
+            text = io.TextIOWrapper(buffer, encoding=stream.encoding, errors="backslashreplace", line_buffering=True)
+            setattr(sys, name, text)
 
 
 PROC, CONTROL_GROUPS = Path("/proc"), Path("/sys/fs/cgroup")

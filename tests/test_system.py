@@ -1,7 +1,6 @@
 """A process from its start to its end, and its host: imports, output, exit code, launcher; cores and memory."""
 
 import errno
-import fcntl
 import gc
 import os
 import pty
@@ -10,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +20,6 @@ from nanotrain.cli import main as cli
 from nanotrain.errors import EnvironmentFault
 from nanotrain.system import (
     end_without_collection,
-    guard_output,
     importing_torch,
     outlive_output,
     require_folders,
@@ -88,7 +85,7 @@ def test_without_a_folder_for_temporary_files_there_is_one_error(monkeypatch: py
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(tempfile, "gettempdir", fail)
     with (
-        pytest.raises(EnvironmentFault, match=r"temporary files: No usable .*'/tmp'.*; mount .*TMPDIR"),
+        pytest.raises(EnvironmentFault, match=r"temporary files: No usable .*'/tmp'.*; .*TMPDIR"),
         importing_torch(),
     ):
         raise AssertionError("torch would be imported")
@@ -100,7 +97,7 @@ def test_a_deleted_working_folder_is_one_error(monkeypatch: pytest.MonkeyPatch, 
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    with pytest.raises(EnvironmentFault, match="working folder cannot be found: No such file .*; enter one: cd"):
+    with pytest.raises(EnvironmentFault, match="no working folder, .*: No such file .*; enter a folder .*cd"):
         require_folders()
 
 
@@ -143,7 +140,6 @@ def test_one_of_several_ranks_ends_at_once_after_an_error(monkeypatch, capfd, wo
 
     monkeypatch.setattr(system.os, "_exit", end_at_once)
     monkeypatch.setattr(system, "end_without_collection", lambda: None)
-    monkeypatch.setattr(system, "guard_output", lambda: None)
     monkeypatch.setenv("WORLD_SIZE", world_size)
     before = signal.getsignal(signal.SIGUSR1)
     for run, code in ((lambda: 2, 2), (lambda: 1 / 0, 1)):
@@ -196,9 +192,8 @@ ROOT = Path(__file__).parents[1]
 def test_a_training_goes_on_after_its_terminal_has_hung_up(monkeypatch: pytest.MonkeyPatch) -> None:
     master, terminal = pty.openpty()
     with open(terminal, "w", encoding="latin-1") as stream:
-        for name in ("stdout", "stderr"):
+        for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
             monkeypatch.setattr(sys, name, stream)
-        guard_output()
         outlive_output("it goes on")
         print("a ä €")
         sys.stdout.flush()
@@ -209,8 +204,8 @@ def test_a_training_goes_on_after_its_terminal_has_hung_up(monkeypatch: pytest.M
 
 
 def _run(code: str, redirection: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with guarded output, through a shell's redirection."""
-    code = f"from nanotrain.system import guard_output, outlive_output\nguard_output()\n{code}"
+    """Run Python through a shell's redirection."""
+    code = f"import sys\nfrom nanotrain.system import outlive_output, run_program\n{code}"
     command = ["bash", "-c", f'set -o pipefail; "{sys.executable}" -c "$0" {redirection}', code]
     return subprocess.run(command, check=False, capture_output=True, text=True)
 
@@ -219,60 +214,23 @@ LINES = "for number in range(3): print('x' * 99999, flush=True)\n"
 NOTE = "outlive_output('it goes on')\n"
 
 
-def test_output_that_is_needed_is_one_error_on_a_full_disk() -> None:
-    code = "from nanotrain.cli.main import main\nfrom nanotrain.system import run_program\n"
-    done = _run(f"{code}run_program(lambda: main(['--help']))", "> /dev/full")
-    reason = "No space left on device; free space, or send the output elsewhere"
-    assert (done.returncode, done.stderr) == (2, f"error: standard output cannot be written: {reason}\n")
-
-
 @pytest.mark.parametrize(
     ("redirection", "reason"), [("> /dev/full", "No space left on device"), ("| true", "Broken pipe")]
 )
 def test_a_training_goes_on_without_its_output_and_says_so_once(redirection: str, reason: str) -> None:
-    done = _run(f"{NOTE}{LINES}import sys; print('done', file=sys.stderr)", redirection)
+    done = _run(f"{NOTE}{LINES}print('done', file=sys.stderr)", redirection)
     note = f"standard output cannot be written: {reason}; it goes on"
     assert (done.returncode, done.stderr.splitlines()) == (0, [note, "done"])
 
 
-@pytest.mark.parametrize(("unbuffered", "printed"), [("1", ["first"]), ("", [])])
-def test_what_is_printed_appears_at_once_where_python_is_unbuffered(unbuffered: str, printed: list[str]) -> None:
-    code = "import os\nfrom nanotrain.system import guard_output\nguard_output()\nprint('first')\nos._exit(0)"
-    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
-    assert done.stdout.split() == printed
-
-
-def test_a_pipe_that_nothing_reads_ends_other_commands_as_head_expects() -> None:
-    done = _run(f"try:\n {LINES}except BrokenPipeError:\n raise SystemExit(7)", "| true")
-    assert (done.returncode, done.stderr) == (7, "")
+def test_a_pipe_that_nothing_reads_ends_other_commands_quietly() -> None:
+    done = _run("run_program(lambda: [print('x' * 99999) for number in range(3)] and 7)", "| true")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("redirection", ["2> /dev/full", "2>&1 | true"])
-def test_errors_that_cannot_be_printed_end_nothing(redirection: str) -> None:
-    code = "import sys\nfor number in range(3): print('x' * 99999, file=sys.stderr, flush=True)"
-    assert _run(code, redirection).returncode == 0
-
-
-def test_a_full_pipe_that_does_not_block_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    receiver, sender = os.pipe()
-    fcntl.fcntl(sender, fcntl.F_SETFL, fcntl.fcntl(sender, fcntl.F_GETFL) | os.O_NONBLOCK)
-    received: list[bytes] = []
-    reader = threading.Thread(target=lambda: received.extend(iter(lambda: os.read(receiver, 1 << 16), b"")))
-    with open(sender, "w") as stream:
-        monkeypatch.setattr(sys, "stdout", stream)
-        guard_output()
-        threading.Timer(0.1, reader.start).start()
-        print("x" * 300_000, flush=True)
-    reader.join()
-    assert len(b"".join(received)) == 300_001
-
-
-def test_a_program_that_trains_by_a_function_goes_on_without_its_output() -> None:
-    code = "import sys\nfrom nanotrain.system import outlive_output\noutlive_output('it goes on')\n" + LINES
-    command = ["bash", "-c", f'set -o pipefail; "{sys.executable}" -c "$0" | true', code]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "standard output cannot be written: Broken pipe; it goes on\n")
+def test_errors_that_cannot_be_printed_do_not_end_a_training(redirection: str) -> None:
+    assert _run(f"{NOTE}for number in range(3): print('x' * 99999, file=sys.stderr)", redirection).returncode == 0
 
 
 @pytest.mark.parametrize("program", ["-m nanotrain.train", "examples/pretrain_gpt.py"])

@@ -278,17 +278,15 @@ def _generate(args: Namespace, loaded: Loaded) -> int:
 
 
 def _print(prompts: Sequence[str], pieces: Iterator[tuple[int, str]], *, is_first: bool, is_alone: bool) -> None:
-    """Print the texts on the first rank; the others generate them too, for their shards."""
+    """Print the texts on the first rank; the others generate them too, also after a pipe's reader has closed it."""
     from nanotrain.inference.generate import print_texts
 
     try:
         if is_first:
             print_texts(prompts, pieces)
-    except BrokenPipeError:  # the other ranks wait for this one
+    finally:
         if not is_alone:
             deque(pieces, maxlen=0)
-        raise
-    deque(pieces, maxlen=0)
 
 
 def generation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Config:
