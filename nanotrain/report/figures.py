@@ -6,6 +6,7 @@ which loses no spike.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -36,28 +37,32 @@ class Chart:
 
 
 def _is_constant(values: np.ndarray) -> bool:
-    finite = values[np.isfinite(values)]
-    return len(finite) == 0 or bool((finite == finite[0]).all())
+    return len(np.unique(values[np.isfinite(values)])) <= 1
+
+
+def _is_never_positive(values: np.ndarray) -> bool:
+    return not (values > 0).any()
 
 
 CHARTS = (
     Chart("loss_deviation", "loss against the last 1000", "standard deviations"),
-    Chart("lr", "learning rate", is_log=False),
+    Chart("lr", "learning rate"),
     Chart("grad_norm", "gradient norm", is_log=True),
     Chart("tokens_per_second", "throughput", "tokens/s"),
     Chart("mfu", "model FLOPs utilization", "%", scale=100.0),
     Chart("peak_memory_bytes", "peak memory of rank 0", "GB", scale=1e-9),
     Chart("step_time_s", "time per step", "s"),
     Chart("data_wait_s", "wait for data per step", "ms", scale=1e3),
-    Chart("skipped", "skipped steps", is_idle=lambda values: not (values > 0).any()),
+    Chart("skipped", "skipped steps", is_idle=_is_never_positive),
     Chart("loss_scale", "loss scale", is_log=True, is_idle=_is_constant),
     Chart("moe.max_load", "busiest expert", "x mean load"),
-    Chart("moe.dropped", "dropped tokens", "%", scale=100.0, is_idle=lambda values: not (values > 0).any()),
+    Chart("moe.dropped", "dropped tokens", "%", scale=100.0, is_idle=_is_never_positive),
     Chart("moe.balance_loss", "load balancing loss"),
     Chart("moe.entropy", "router entropy", "nats"),
 )
 # shown by the loss chart, by an axis, or equal on a slope for every run
 SHOWN_ELSEWHERE = frozenset({"step", "loss", "valid_loss", "consumed_samples", "consumed_tokens"})
+MEMORY_PARTS = ("params", "grads", "optimizer", "activations", "working", "communication")
 
 
 def loss_figure(runs: Sequence[RunHistory]) -> Figure:
@@ -66,7 +71,7 @@ def loss_figure(runs: Sequence[RunHistory]) -> Figure:
     axes: list[list[np.ndarray]] = [[], [], []]
     longest = max(run.num_steps for run in runs)  # one window for all: equal losses give equal lines
     window = max(1, min(SMOOTHED_STEPS, longest // 12), longest // 50)
-    for run, color in zip(runs, _colors(runs), strict=True):
+    for run, color in zip(runs, cycle(COLORS), strict=False):
         loss, valid = run.column("loss"), run.column("valid_loss")
         lines = (
             ("", loss, {"mode": "lines", "line": {"width": 1, "color": color}, "opacity": 0.3, "hoverinfo": "skip"}),
@@ -77,7 +82,7 @@ def loss_figure(runs: Sequence[RunHistory]) -> Figure:
             kept = keep_extremes(values, MAX_POINTS)
             if not len(kept):
                 continue
-            for axis, x in zip(axes, _horizontal(run), strict=True):
+            for axis, x in zip(axes, (run.column("step"), run.column("consumed_tokens"), run.hours), strict=True):
                 axis.append(x[kept])
             trace = {"type": "scatter", "name": run.name + suffix, "x": _rounded(axes[0][-1]), "legendgroup": run.name}
             data.append(trace | {"y": _rounded(values[kept]), "showlegend": suffix != ""} | style)
@@ -87,18 +92,12 @@ def loss_figure(runs: Sequence[RunHistory]) -> Figure:
         for title, axis in zip(titles, axes, strict=True)
     ]
     scales = [
-        {"label": label, "method": "relayout", "args": [{f"{axis}axis.type": kind}]}
-        for label, axis, kind in (
-            ("loss linear", "y", "linear"),
-            ("loss log", "y", "log"),
-            ("x linear", "x", "linear"),
-            ("x log", "x", "log"),
-        )
+        {"label": f"{label} {kind}", "method": "relayout", "args": [{f"{axis}axis.type": kind}]}
+        for label, axis in (("loss", "y"), ("x", "x"))
+        for kind in ("linear", "log")
     ]
-    layout = layout_of("", x_title="step", y_title="loss") | {
-        "height": 460,
-        "updatemenus": [_buttons(choose, 0.0), _buttons(scales, 0.5)],
-    }
+    layout = layout_of("", x_title="step", y_title="loss")
+    layout |= {"height": 460, "updatemenus": [_buttons(choose, 0.0), _buttons(scales, 0.5)]}
     return {"data": data, "layout": layout}
 
 
@@ -107,11 +106,8 @@ def step_figures(runs: Sequence[RunHistory]) -> list[Figure]:
     known = {chart.column for chart in CHARTS} | SHOWN_ELSEWHERE
     others = dict.fromkeys(name for run in runs for name in run.columns if name not in known)
     charts = [*CHARTS, *(Chart(name, name.replace("_", " "), is_idle=_is_constant) for name in others)]
-    return [
-        _step_figure(chart, runs)
-        for chart in charts
-        if not all(chart.is_idle(run.column(chart.column)) for run in runs)
-    ]
+    active = (chart for chart in charts if not all(chart.is_idle(run.column(chart.column)) for run in runs))
+    return [_step_figure(chart, runs) for chart in active]
 
 
 def expert_figures(run: RunHistory) -> list[Figure]:
@@ -134,31 +130,23 @@ def expert_figures(run: RunHistory) -> list[Figure]:
 
 def memory_figure(runs: Sequence[RunHistory]) -> Figure | None:
     """Planned memory per rank by part, one bar per run; None where no run has a plan."""
-    plans = [(run.name, run.environment.get("memory")) for run in runs]
-    planned = [(name, plan) for name, plan in plans if isinstance(plan, dict)]
+    plans = {run.name: run.environment.get("memory") for run in runs}
+    planned = {name: plan for name, plan in plans.items() if isinstance(plan, dict)}
     if not planned:
         return None
-    names = [name for name, _ in planned]
-    parts = ("params", "grads", "optimizer", "activations", "working", "communication")
-    data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": part,
-            "y": names,
-            "x": [float(f"{plan.get(part, 0) / 1e9:.4g}") for _, plan in planned],
-            "marker": {"color": color},
-        }
-        for part, color in zip(parts, COLORS, strict=False)
-    ]
+    data = []
+    for part, color in zip(MEMORY_PARTS, COLORS, strict=False):
+        sizes = [float(f"{plan.get(part, 0) / 1e9:.4g}") for plan in planned.values()]
+        bar = {"type": "bar", "orientation": "h", "name": part, "marker": {"color": color}}
+        data.append(bar | {"y": list(planned), "x": sizes})
     layout = layout_of("planned memory of the fullest rank, GB", x_title="")
     layout["legend"]["traceorder"] = "normal"
-    return {"data": data, "layout": layout | {"barmode": "stack", "height": 160 + 40 * len(names)}}
+    return {"data": data, "layout": layout | {"barmode": "stack", "height": 160 + 40 * len(planned)}}
 
 
 def _step_figure(chart: Chart, runs: Sequence[RunHistory]) -> Figure:
     data = []
-    for run, color in zip(runs, _colors(runs), strict=True):
+    for run, color in zip(runs, cycle(COLORS), strict=False):
         values = run.column(chart.column) * chart.scale
         kept = keep_extremes(values, MAX_POINTS)
         if len(kept):
@@ -169,19 +157,9 @@ def _step_figure(chart: Chart, runs: Sequence[RunHistory]) -> Figure:
     return {"data": data, "layout": layout | {"showlegend": len(runs) > 1}}
 
 
-def _horizontal(run: RunHistory) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return run.column("step"), run.column("consumed_tokens"), run.hours
-
-
 def _heat_map(values: np.ndarray, **axes: list[Any]) -> Figure:
-    rows = [_rounded(row) for row in values]
-    return {
-        "type": "heatmap",
-        "z": rows,
-        "colorscale": "Viridis",
-        "zmin": 0,
-        "zmax": max(2.0, float(values.max())),
-    } | axes
+    rows, highest = [_rounded(row) for row in values], max(2.0, float(values.max()))
+    return {"type": "heatmap", "z": rows, "colorscale": "Viridis", "zmin": 0, "zmax": highest} | axes
 
 
 def layout_of(title: str, *, x_title: str, y_title: str = "") -> Figure:
@@ -199,30 +177,16 @@ def layout_of(title: str, *, x_title: str, y_title: str = "") -> Figure:
 
 
 def _buttons(buttons: list[Figure], x: float) -> Figure:
-    return {
-        "type": "buttons",
-        "direction": "left",
-        "x": x,
-        "xanchor": "left",
-        "y": 1.16,
-        "yanchor": "top",
-        "buttons": buttons,
-    }
-
-
-def _colors(runs: Sequence[RunHistory]) -> list[str]:
-    return [COLORS[i % len(COLORS)] for i in range(len(runs))]
+    place = {"direction": "left", "x": x, "xanchor": "left", "y": 1.16, "yanchor": "top"}
+    return {"type": "buttons", "buttons": buttons} | place
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:
     """Six significant digits, or the whole number: what a screen shows, and half the bytes. None for NaN."""
-
-    def shorten(value: float) -> float | None:
-        if not np.isfinite(value):
-            return None
-        return float(f"{value:.6g}") if abs(value) < 1e6 else round(value)
-
-    return [shorten(value) for value in values.tolist()]
+    return [
+        None if not np.isfinite(value) else float(f"{value:.6g}") if abs(value) < 1e6 else round(value)
+        for value in values.tolist()
+    ]
 
 
 def keep_extremes(values: np.ndarray, max_points: int) -> np.ndarray:

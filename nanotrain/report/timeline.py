@@ -48,11 +48,6 @@ class Lanes:
     total_ms: dict[str, float]  # compute, hidden, exposed, copies, idle
     spans_ms: dict[str, list[list[float]]]  # compute, hidden, exposed, copies: (start, end) to draw
 
-    @property
-    def hidden_share(self) -> float | None:
-        """Share of the communication time that compute hides; None without communication."""
-        return _share([self])
-
 
 @dataclass(frozen=True)
 class Timeline:
@@ -63,14 +58,9 @@ class Timeline:
     on_device: bool
 
     @property
-    def hidden_share(self) -> float | None:
-        """Share of the communication time of all these ranks that compute hides."""
-        return _share(self.ranks)
-
-    @property
     def title(self) -> str:
         """The step, and the share of hidden communication."""
-        share = self.hidden_share
+        share = hidden_share(self.ranks)
         step = f"step {self.ranks[0].step}" if self.ranks[0].step else "trace"
         hidden = "no communication" if share is None else f"{share:.0%} of communication hidden behind compute"
         bound = "" if self.on_device or share is None else " (gloo: at most)"
@@ -85,8 +75,7 @@ def find_traces(folder: Path, *, step: int | None = None) -> dict[int, Path]:
     """
     profiles: dict[int, dict[int, Path]] = {}
     for path in sorted((folder / "profile").glob("step-*.json")):
-        match = _TRACE.fullmatch(path.name)
-        if match:
+        if match := _TRACE.fullmatch(path.name):
             profiles.setdefault(int(match[1]), {})[int(match[2])] = path
     if not profiles:
         raise EnvironmentFault(
@@ -147,11 +136,11 @@ def rows_of(timeline: Timeline) -> list[list[str]]:
     header = ["rank", "step ms", "compute", "communication", "hidden", "exposed", "copies", "idle"]
     rows = []
     for lanes in timeline.ranks:
-        total, share = lanes.total_ms, lanes.hidden_share
-        cells = [total["compute"], total["hidden"] + total["exposed"]]
-        rest = [total["exposed"], total["copies"], total["idle"]]
-        shown = "-" if share is None else f"{share:.0%}"
-        rows.append([str(lanes.rank), *map(_ms, [lanes.duration_ms, *cells]), shown, *map(_ms, rest)])
+        total, share = lanes.total_ms, hidden_share([lanes])
+        communication = total["hidden"] + total["exposed"]
+        before = [lanes.duration_ms, total["compute"], communication]
+        after = [total["exposed"], total["copies"], total["idle"]]
+        rows.append([str(lanes.rank), *map(_ms, before), "-" if share is None else f"{share:.0%}", *map(_ms, after)])
     return [header, *rows]
 
 
@@ -196,12 +185,8 @@ def figure_of(timeline: Timeline, *, name: str) -> dict[str, Any]:
     data = [_bars(timeline, kind) for kind in LEGEND]
     rows = [f"rank {one.rank} {lane}" for one in timeline.ranks for lane in LANES]
     layout = layout_of(f"{name}, {timeline.title}", x_title="ms from the start of the step")
-    layout |= {
-        "barmode": "overlay",
-        "bargap": 0.15,
-        "height": 150 + 24 * len(rows),
-        "legend": {"orientation": "h", "y": -0.2},
-    }
+    layout |= {"barmode": "overlay", "bargap": 0.15, "height": 150 + 24 * len(rows)}
+    layout["legend"] = {"orientation": "h", "y": -0.2}
     layout["yaxis"] |= {"categoryorder": "array", "categoryarray": rows[::-1]}
     return {"data": data, "layout": layout}
 
@@ -222,7 +207,7 @@ def _bars(timeline: Timeline, kind: str) -> dict[str, Any]:
 
 
 def _lanes(step: RankStep) -> Lanes:
-    spans = {"compute": step.compute, "hidden": step.hidden, "exposed": step.exposed, "copies": step.copies}
+    spans = {kind: getattr(step, kind) for kind in LEGEND}
     total = {kind: length(times) / 1000 for kind, times in spans.items()} | {"idle": step.idle_us / 1000}
     drawn = {kind: _drawable(times, step.duration_us / RESOLUTION) for kind, times in spans.items()}
     return Lanes(step.rank, step.step, step.duration_us / 1000, total, drawn)
@@ -238,7 +223,8 @@ def _drawable(spans: Spans, gap: float) -> list[list[float]]:
     return rounded
 
 
-def _share(ranks: Sequence[Lanes]) -> float | None:
+def hidden_share(ranks: Sequence[Lanes]) -> float | None:
+    """Share of the communication time of some ranks that compute hides; None without communication."""
     hidden, exposed = (sum(lanes.total_ms[kind] for lanes in ranks) for kind in ("hidden", "exposed"))
     return hidden / (hidden + exposed) if hidden + exposed else None
 

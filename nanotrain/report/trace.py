@@ -53,12 +53,6 @@ class RankStep:
         return without(self.communication, self.compute)
 
     @property
-    def hidden_share(self) -> float | None:
-        """Share of the communication time that compute hides; None without communication."""
-        total = length(self.communication)
-        return length(self.hidden) / total if total else None
-
-    @property
     def idle_us(self) -> float:
         """Time in which no lane has anything."""
         busy = union(np.concatenate([self.compute, self.communication, self.copies]))
@@ -120,48 +114,37 @@ def read_step(path: Path, *, rank: int, step: int | None = None) -> RankStep:
         EnvironmentFault: the file cannot be read, is no trace, or does not have the step.
     """
     events = _events(path)
-    steps = {int(name.removeprefix(STEP)): spans for name, spans in _marked_steps(events).items()}
+    steps = _marked_steps(events)
     if step is not None and step not in steps:
-        known = ", ".join(map(str, sorted(steps))) or "none"
-        raise EnvironmentFault(
-            f"{path} has no step {step}", why=f"the steps in it: {known}", fix="name one with --step"
-        )
-    lanes = _lanes(events)
+        why = f"the steps in it: {', '.join(map(str, sorted(steps))) or 'none'}"
+        raise EnvironmentFault(f"{path} has no step {step}", why=why, fix="name one with --step")
+    lanes, on_device = _lanes(events)
     number = max(steps, default=0) if step is None else step
-    everything = np.concatenate([lanes.compute, lanes.communication, lanes.copies])
-    bounds = steps.get(number, everything)
+    bounds = steps.get(number, np.concatenate(list(lanes.values())))
     if not len(bounds):
-        raise EnvironmentFault(
-            f"{path} shows no work", why="it has neither kernels nor operators", fix="profile a run with --profile"
-        )
+        why, fix = "it has neither kernels nor operators", "profile a run with --profile"
+        raise EnvironmentFault(f"{path} shows no work", why=why, fix=fix)
     start, end = float(bounds[:, 0].min()), float(bounds[:, 1].max())
-    parts = [clip(union(lane), start=start, end=end) for lane in (lanes.compute, lanes.communication, lanes.copies)]
-    compute = parts[0] if lanes.on_device else without(parts[0], parts[2])  # on a CPU copies are operators too
-    return RankStep(rank, number, end - start, compute, parts[1], parts[2], lanes.on_device)
+    parts = {kind: clip(union(spans), start=start, end=end) for kind, spans in lanes.items()}
+    if not on_device:  # on a CPU copies are operators too
+        parts["compute"] = without(parts["compute"], parts["copies"])
+    return RankStep(rank, number, end - start, **parts, on_device=on_device)
 
 
-@dataclass(frozen=True)
-class _Lanes:
-    """Times of the whole trace by kind: [n, 2] each, in any order."""
-
-    compute: np.ndarray
-    communication: np.ndarray
-    copies: np.ndarray
-    on_device: bool
-
-
-def _lanes(events: list[dict[str, Any]]) -> _Lanes:
+def _lanes(events: list[dict[str, Any]]) -> tuple[dict[str, np.ndarray], bool]:
+    """Times of the whole trace by kind, [n, 2] in any order, and whether they are those of kernels."""
     kernels = [event for event in events if event.get("cat") == "kernel"]
     if kernels:
-        collective = [event for event in kernels if _COLLECTIVE_KERNEL.search(event["name"])]
         compute = [event for event in kernels if not _COLLECTIVE_KERNEL.search(event["name"])]
+        collective = [event for event in kernels if _COLLECTIVE_KERNEL.search(event["name"])]
         copies = [event for event in events if event.get("cat") in _COPIES]
-        return _Lanes(_spans(compute), _spans(collective), _spans(copies), on_device=True)
-    operators = [event for event in events if event.get("cat") == "cpu_op"]
-    compute = [event for event in operators if _computes(event["name"])]
-    copies = [event for event in operators if event["name"] == "aten::copy_"]
-    collective = [event for event in events if _CPU_COLLECTIVE.match(event["name"])]
-    return _Lanes(_spans(compute), _spans(collective), _spans(copies), on_device=False)
+    else:
+        operators = [event for event in events if event.get("cat") == "cpu_op"]
+        compute = [event for event in operators if _computes(event["name"])]
+        collective = [event for event in events if _CPU_COLLECTIVE.match(event["name"])]
+        copies = [event for event in operators if event["name"] == "aten::copy_"]
+    lanes = {"compute": compute, "communication": collective, "copies": copies}
+    return {kind: _spans(chosen) for kind, chosen in lanes.items()}, bool(kernels)
 
 
 def _computes(name: str) -> bool:
@@ -182,16 +165,15 @@ def _holds(spans: Spans, times: np.ndarray) -> np.ndarray:
     """For each time, whether it is in one of the spans."""
     begun = np.searchsorted(spans[:, 0], times, side="right")
     ended = np.searchsorted(spans[:, 1], times, side="right")
-    held: np.ndarray = begun > ended
-    return held
+    return np.greater(begun, ended)
 
 
-def _marked_steps(events: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+def _marked_steps(events: list[dict[str, Any]]) -> dict[int, np.ndarray]:
     """Times of each marked step: those of its kernels where the trace has them, otherwise those on the host."""
-    marks = [event for event in events if event["name"].startswith(STEP) and event["name"][len(STEP) :].isdecimal()]
-    on_device = [event for event in marks if event.get("cat") == "gpu_user_annotation"]
-    chosen = on_device or marks
-    return {name: _spans([one for one in chosen if one["name"] == name]) for name in {one["name"] for one in chosen}}
+    marks = [event for event in events if re.fullmatch(rf"{STEP}\d+", event["name"])]
+    chosen = [event for event in marks if event.get("cat") == "gpu_user_annotation"] or marks
+    names = {event["name"] for event in chosen}
+    return {int(name.removeprefix(STEP)): _spans(event for event in chosen if event["name"] == name) for name in names}
 
 
 def _spans(events: Iterable[dict[str, Any]]) -> np.ndarray:

@@ -31,11 +31,9 @@ def test_the_newest_profile_is_read_and_an_older_one_by_its_step(run):
 
 def test_shares_are_of_all_ranks_and_of_each(run):
     read = timeline.read_timeline(run)
-    assert [one.hidden_share for one in read.ranks] == [0.5, 200 / 500]  # 100 us of the step
-    assert (
-        read.hidden_share == pytest.approx(400 / 900)
-        and read.title == "step 5: 44% of communication hidden behind compute"
-    )
+    assert [timeline.hidden_share([lanes]) for lanes in read.ranks] == [0.5, 200 / 500]  # 100 us of the step
+    assert timeline.hidden_share(read.ranks) == pytest.approx(400 / 900)
+    assert read.title == "step 5: 44% of communication hidden behind compute"
     header, first, second = timeline.rows_of(read)
     assert dict(zip(header, first, strict=True))["hidden"] == "50%"
     assert second[0] == "1" and dict(zip(header, second, strict=True))["exposed"] == "0.3"

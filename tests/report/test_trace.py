@@ -36,13 +36,12 @@ def test_a_gpu_step_is_read_from_its_kernels(tmp_path):
     assert step.copies.tolist() == [[720, 740]]
     assert step.hidden.tolist() == [[300, 400], [500, 600]]
     assert step.exposed.tolist() == [[400, 500], [800, 900]]
-    assert step.hidden_share == 0.5
     assert step.idle_us == 1000 - 700 - 20 - 100
 
 
 def test_an_earlier_step_of_the_trace(tmp_path):
     step = read_step(write_trace(tmp_path, gpu_events()), rank=0, step=4)
-    assert (step.step, step.duration_us, step.hidden_share) == (4, 890, None)
+    assert (step.step, step.duration_us, len(step.communication)) == (4, 890, 0)
 
 
 def test_a_cpu_step_is_read_from_operators_and_gloo(tmp_path):
@@ -61,13 +60,13 @@ def test_a_cpu_step_is_read_from_operators_and_gloo(tmp_path):
     step = read_step(write_trace(tmp_path, events), rank=0)
     assert step.compute.tolist() == [[10, 28], [95, 100]]  # without the copy, ends with the step
     assert step.copies.tolist() == [[28, 30]] and step.communication.tolist() == [[20, 60]]
-    assert step.hidden_share == 8 / 40 and not step.on_device
+    assert length(step.hidden) == 8 and not step.on_device
 
 
 def test_a_trace_without_marks_is_one_step(tmp_path):
     events = [event("kernel", "gemm", 50, 60), event("kernel", "ncclKernel_AllReduce", 55, 70)]
     step = read_step(write_trace(tmp_path, events), rank=0)
-    assert (step.step, step.duration_us, step.hidden_share) == (0, 20, 5 / 15)
+    assert (step.step, step.duration_us, length(step.hidden), length(step.exposed)) == (0, 20, 5, 10)
 
 
 @pytest.mark.parametrize(
