@@ -130,15 +130,15 @@ def expert_figures(run: RunHistory) -> list[Figure]:
 
 def memory_figure(runs: Sequence[RunHistory]) -> Figure | None:
     """Planned memory per rank by part, one bar per run; None where no run has a plan."""
-    plans = {run.name: run.environment.get("memory") for run in runs}
-    planned = {name: plan for name, plan in plans.items() if isinstance(plan, dict)}
+    plans = [(run.name, run.environment.get("memory")) for run in runs]
+    planned = [(name, plan) for name, plan in plans if isinstance(plan, dict)]
     if not planned:
         return None
     data = []
     for part, color in zip(MEMORY_PARTS, COLORS, strict=False):
-        sizes = [float(f"{plan.get(part, 0) / 1e9:.4g}") for plan in planned.values()]
+        sizes = [float(f"{plan.get(part, 0) / 1e9:.4g}") for _, plan in planned]
         bar = {"type": "bar", "orientation": "h", "name": part, "marker": {"color": color}}
-        data.append(bar | {"y": list(planned), "x": sizes})
+        data.append(bar | {"y": [name for name, _ in planned], "x": sizes})
     layout = layout_of("planned memory of the fullest rank, GB", x_title="")
     layout["legend"]["traceorder"] = "normal"
     return {"data": data, "layout": layout | {"barmode": "stack", "height": 160 + 40 * len(planned)}}

@@ -131,12 +131,10 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            try:
+            with suppress(ValueError):  # truncated by a crash
                 row = parse_json(line, allow_nan=True)
-            except ValueError:
-                continue  # truncated by a crash
-            if isinstance(row, dict):
-                yield row
+                if isinstance(row, dict):
+                    yield row
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -189,8 +187,6 @@ def _stages(rows: list[dict[str, Any]]) -> Iterator[tuple[str, int, int]]:
 
 
 def _checkpoints(folder: Path) -> Iterator[Checkpoint]:
-    if not folder.is_dir():
-        return
     for path in sorted(folder.glob("step-*")):
         if path.is_dir() and path.name.removeprefix("step-").isdigit():
             with suppress(FileNotFoundError):  # the run may be deleting it

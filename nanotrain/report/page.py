@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -66,8 +67,8 @@ def render(runs: Sequence[RunHistory]) -> str:
     return page.substitute(
         title=escape(title),
         written=f"written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        links="".join(f'<a href="#{_anchor(name)}">{escape(name)}</a>' for name, _ in sections),
-        sections="".join(f'<h2 id="{_anchor(name)}">{escape(name)}</h2>{body}' for name, body in sections),
+        links="".join(f'<a href="#{name.lower()}">{escape(name)}</a>' for name, _ in sections),
+        sections="".join(f'<h2 id="{name.lower()}">{escape(name)}</h2>{body}' for name, body in sections),
         # "<" would end the script element where a text contains "</script>"
         figures=json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         plotly=base64.b64encode(gzip.compress(_plotly(), compresslevel=6, mtime=0)).decode(),
@@ -77,26 +78,24 @@ def render(runs: Sequence[RunHistory]) -> str:
 def _sections(runs: Sequence[RunHistory], charts: dict[str, figures.Figure]) -> Iterable[tuple[str, str]]:
     """Titles and bodies; the figures that the bodies refer to are added to `charts`."""
 
-    def place(drawn: Iterable[figures.Figure | None]) -> str:
-        cells = []
+    def place(drawn: Iterable[figures.Figure | None], *, form: str = "{}") -> str:
+        cells = ""
         for figure in drawn:
             if figure is not None:
                 name = f"chart-{len(charts)}"
                 charts[name] = figure
-                cells.append(f'<div class="chart" id="{name}"></div>')
-        return "".join(cells)
+                cells += f'<div class="chart" id="{name}"></div>'
+        return form.format(cells) if cells else ""
 
-    def grid(drawn: Iterable[figures.Figure | None]) -> str:
-        cells = place(drawn)
-        return f'<div class="grid">{cells}</div>' if cells else ""
-
+    grid = partial(place, form='<div class="grid">{}</div>')
     yield "Runs", tables.summary_table(runs)
     yield "Loss", place([figures.loss_figure(runs)])
     yield "Training", grid(figures.step_figures(runs))
     yield "Data", "".join(_titled(run, tables.stage_table(run)) for run in runs)
     yield "Experts", grid(figure for run in runs for figure in figures.expert_figures(run))
     yield "Memory", place([figures.memory_figure(runs)])
-    yield "Timeline", place(_timeline(run) for run in runs)
+    saved = [(run.name, timeline.load(run.folder)) for run in runs]  # the step that `nanotrain timeline` drew last
+    yield "Timeline", place(timeline.figure_of(each, name=name) for name, each in saved if each)
     yield "Layout", "".join(_titled(run, layout_html(run)) for run in runs)
     yield "Samples", "".join(_titled(run, _samples(run)) for run in runs)
     yield "Configuration", tables.config_table(runs)
@@ -104,23 +103,13 @@ def _sections(runs: Sequence[RunHistory], charts: dict[str, figures.Figure]) -> 
     yield "Environment", tables.environment_table(runs)
 
 
-def _timeline(run: RunHistory) -> figures.Figure | None:
-    """The step that `nanotrain timeline` drew last."""
-    read = timeline.load(run.folder)
-    return None if read is None else timeline.figure_of(read, name=run.name)
-
-
 def _samples(run: RunHistory) -> str:
     newest = run.samples[-MAX_SAMPLES:]
-    return "".join(f"<p>step {one.get('step')}</p><pre>{escape(str(one['text']))}</pre>" for one in newest)
+    return "".join(f"<p>step {each.get('step')}</p><pre>{escape(str(each['text']))}</pre>" for each in newest)
 
 
 def _titled(run: RunHistory, body: str) -> str:
     return f"<h3>{escape(run.name)}</h3>{body}" if body else ""
-
-
-def _anchor(title: str) -> str:
-    return title.lower()
 
 
 def _plotly() -> bytes:

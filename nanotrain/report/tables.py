@@ -82,22 +82,20 @@ def stage_table(run: RunHistory) -> str:
 
 def environment_table(runs: Sequence[RunHistory]) -> str:
     """Command line, versions, device and revision of each run."""
-    hidden = ("origins", "memory")
-    flat = [{k: v for k, v in _flat_environment(run.environment).items() if k not in hidden} for run in runs]
+    flat = [_flat_environment(run.environment) for run in runs]
     keys = dict.fromkeys(key for environment in flat for key in environment)
     return html_table(["", *(run.name for run in runs)], ([key, *(env.get(key, "") for env in flat)] for key in keys))
 
 
 def _flat_environment(environment: dict[str, Any]) -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for name, value in environment.items():
-        if name == "packages" and isinstance(value, dict):
-            flat |= {package: _text(version) for package, version in value.items()}
-        elif name == "command" and isinstance(value, list):
-            flat[name] = " ".join(map(str, value))
-        else:
-            flat[name] = _text(value)
-    return flat
+    """By name and by package; without what other tables and charts show."""
+    flat = {name: value for name, value in environment.items() if name not in ("origins", "memory")}
+    if isinstance(packages := flat.get("packages"), dict):
+        del flat["packages"]
+        flat |= packages
+    if isinstance(command := flat.get("command"), list):
+        flat["command"] = " ".join(map(str, command))
+    return {name: _text(value) for name, value in flat.items()}
 
 
 def _origins(run: RunHistory) -> dict[str, str]:
