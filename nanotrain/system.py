@@ -190,10 +190,10 @@ class _Output(io.FileIO):
 
     note = ""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any) -> int:
         """Write bytes, and return how many are done with."""
         try:
-            return super().write(data)
+            return super().write(data) or 0  # none yet where a full pipe does not block
         except OSError as error:
             note, self.note = self.note, ""
             if note:
