@@ -30,7 +30,7 @@ from nanotrain.config.config import Config
 from nanotrain.config.schema import config_from_dict
 from nanotrain.memory.block_transforms import transform_blocks
 from nanotrain.memory.recompute import Recompute
-from nanotrain.model.parallel import ModelParallel
+from nanotrain.model.context import ModelParallel
 from nanotrain.model.parameters import initialize
 from nanotrain.model.transformer import Stage, build_stage
 

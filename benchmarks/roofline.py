@@ -41,13 +41,12 @@ from nanotrain.errors import NanotrainError, report
 from nanotrain.memory.block_transforms import transform_blocks
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model import transformer
-from nanotrain.model.context import BatchContext
-from nanotrain.model.parallel import ModelParallel
+from nanotrain.model.context import BatchContext, ModelParallel
 from nanotrain.parallel.ep import token_dispatcher
 from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.parallel.pp.schedules import build_schedule
 from nanotrain.parallel.pp.simulate import simulate
-from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.precision.dtypes import TORCH_DTYPES, Precision
 from nanotrain.spec.counts import peak_flops
 from nanotrain.topology.groups import GroupSpec

@@ -25,10 +25,10 @@ from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
 from nanotrain.errors import CheckpointError, DataError
 from nanotrain.inference.generate import Generation, Sampling, encode_prompts, stream_texts
-from nanotrain.model.parallel import ModelParallel
+from nanotrain.model.context import ModelParallel
 from nanotrain.model.router_stats import expert_biases
 from nanotrain.model.transformer import Stage, build_stage
-from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.prepare.quickstart import find_quickstart
 from nanotrain.runs.folder import RunFolder
 from nanotrain.spec.boxes import TensorBox

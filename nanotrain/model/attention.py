@@ -1,4 +1,8 @@
-"""Causal attention with grouped key/value heads: `Attention`.
+"""Causal attention with grouped key/value heads.
+
+Attention     project, norm, rotate, attend, project
+LayerScores   softcap, sink and dropout of the scores of a layer, per microbatch
+MaxLogits     the largest logits of every head, counted on the device during forward passes (train/parts/qk_clip.py)
 
 B batch   S sequence   H hidden   N query heads   G key/value heads (N is a multiple of G)   D width of a head
 """
@@ -6,22 +10,19 @@ B batch   S sequence   H hidden   N query heads   G key/value heads (N is a mult
 import math
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
-from nanotrain.config.config import ModelConfig
-from nanotrain.model.context import LayerContext
-from nanotrain.model.dropout import DropoutPlace, HiddenDropout
+from nanotrain.attention.call import largest_logits
+from nanotrain.attention.chunks import AttentionChunk, ScoreOptions, WeightDropout
+from nanotrain.config.config import ModelConfig, SoftmaxType
+from nanotrain.memory.recompute import Recompute
+from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext, ModelParallel
 from nanotrain.model.norm import build_head_norm
-from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import apply_rotary
-from nanotrain.model.scores import LayerScores
-from nanotrain.parallel.tp.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    column_parallel,
-)
-from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from nanotrain.model.router_stats import StatefulModule
+from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
 from nanotrain.spec.shape import ModelShape
 
 
@@ -31,28 +32,19 @@ class Attention(nn.Module):
     The number of heads follows from the shapes of the projections, so a rank with a shard of the heads runs this code.
 
     Args:
-        model_config: of the model.
+        model_config: configuration of the model.
         params: query, key, value, output; query_norm, key_norm and softmax_offset where declared.
         parallel: tp shards the heads, the core attention's cp group the sequence.
-        has_window: attend within the window of the model.
         layer: index in the model.
     """
 
-    def __init__(
-        self,
-        model_config: ModelConfig,
-        params: Parameters,
-        *,
-        parallel: ModelParallel,
-        has_window: bool = False,
-        layer: int = 0,
-    ) -> None:
+    def __init__(self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int) -> None:
         super().__init__()
         shape = ModelShape.of(model_config)
         self.softmax_offset = params.get("softmax_offset")
         self.scores = LayerScores(model_config, layer=layer, parallel=parallel)
         self.max_logits = self.scores.max_logits
-        self.head_dim, self.has_window, self.has_rope = shape.head_dim, has_window, shape.has_rope(layer)
+        self.head_dim, self.has_window, self.has_rope = shape.head_dim, shape.has_window(layer), shape.has_rope(layer)
         self.core_attention = parallel.core_attention
         query_rows = _rows(shape, shape.num_heads, tensor_parallel=parallel.tp)
         key_rows = _rows(shape, shape.num_query_groups, tensor_parallel=parallel.tp)
@@ -61,10 +53,9 @@ class Attention(nn.Module):
         self.query = column(*params.linear("query"))
         self.key = column(*params.linear("key"), rows=rows)
         self.value = column(*params.linear("value"), rows=rows)
-        self.query_norm, self.key_norm = (
-            build_head_norm(model_config, params, name=f"{name}_norm", heads=rows, group=parallel.tp.group)
-            for name, rows in (("query", query_rows), ("key", key_rows))
-        )
+        head_norm = partial(build_head_norm, model_config, group=parallel.tp.group)
+        self.query_norm = head_norm(params.submodule("query_norm"), heads=query_rows)
+        self.key_norm = head_norm(params.submodule("key_norm"), heads=key_rows)
         # the core attention divides scores by the root of the head's width
         scale = model_config.softmax_scale
         self.query_factor = 1.0 if scale is None else scale * math.sqrt(shape.head_dim)
@@ -78,13 +69,11 @@ class Attention(nn.Module):
         query, key = self.query_norm(query), self.key_norm(key)
         if self.query_factor != 1.0:
             query = query * self.query_factor
-        rotary = context.rotary_of(has_window=self.has_window) if self.has_rope else None
+        rotary = context.rotary[self.has_window] if self.has_rope else None
         if rotary is not None:
             query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
         scores = self.scores(context, sink=self.softmax_offset, device=query.device)
-        options = {} if scores is None else {"scores": scores}
-        mask = context.mask_of(has_window=self.has_window)
-        attended = self.core_attention(query, key=key, value=value, mask=mask, **options)
+        attended = self.core_attention(query, key=key, value=value, mask=context.masks[self.has_window], scores=scores)
         return self.dropout(self.output(attended.flatten(2)), context.dropout)
 
 
@@ -93,3 +82,74 @@ def _rows(shape: ModelShape, num_heads: int, *, tensor_parallel: TensorParallel)
     group = tensor_parallel.group
     first = group.index * num_heads // group.size
     return slice(first * shape.head_dim, (first + max(1, num_heads // group.size)) * shape.head_dim)
+
+
+class LayerScores:
+    """The options of the scores of one layer.
+
+    Args:
+        model_config: type of the softmax, softcap of the scores, rate of dropout.
+        layer: index in the model.
+        parallel: tp shards the heads.
+
+    Attributes:
+        max_logits: counts the logits in training, not in evaluation; None where they are not tracked.
+    """
+
+    def __init__(self, model_config: ModelConfig, *, layer: int, parallel: ModelParallel) -> None:
+        self.softcap, self.rate = model_config.attn_logit_softcapping, model_config.attention_dropout
+        self.has_zero_sink = model_config.softmax_type is SoftmaxType.off_by_one
+        tp, num_heads = parallel.tp.group, ModelShape.of(model_config).num_heads // parallel.tp.group.size
+        self.layer, self.num_heads, self.first_head = layer, num_heads, tp.index * num_heads
+        self.max_logits = MaxLogits(num_heads, parallel.recompute) if parallel.tracks_logits else None
+
+    def __call__(
+        self, context: LayerContext, *, sink: Tensor | None = None, device: torch.device
+    ) -> ScoreOptions | None:
+        """The options for a microbatch; None for a plain softmax.
+
+        Args:
+            context: context of the microbatch.
+            sink: [heads of this rank], where it is learned.
+            device: device of the scores.
+        """
+        if self.has_zero_sink:
+            sink = torch.zeros(self.num_heads, device=device)
+        dropout = None
+        if context.dropout is not None and self.rate > 0:
+            words = context.dropout.words_of(self.layer, DropoutPlace.weights)
+            dropout = WeightDropout(words, self.rate, self.first_head)
+        observe = self.max_logits.observe if self.max_logits is not None and torch.is_grad_enabled() else None
+        is_plain = sink is None and self.softcap is None and dropout is None and observe is None
+        return None if is_plain else ScoreOptions(sink, self.softcap, dropout, observe)
+
+
+class MaxLogits(StatefulModule):
+    """The largest attention logit of each query head of this rank since the last collection.
+
+    Args:
+        num_heads: query heads of this rank.
+        recompute: a layer that is recomputed is counted once.
+
+    Attributes:
+        largest: [N / tp] fp32, minus infinity before the first microbatch.
+        peak: fp32 scalar, the largest of all heads since it was last logged.
+    """
+
+    largest: Tensor
+    peak: Tensor
+
+    def __init__(self, num_heads: int, recompute: Recompute) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.register_buffer("largest", torch.full((num_heads,), -torch.inf), persistent=False)
+        self.register_buffer("peak", torch.tensor(-torch.inf), persistent=False)
+
+    def observe(self, chunk: AttentionChunk, *, first_head: int = 0) -> None:
+        """Count the logits of a chunk; a `LogitObserver`."""
+        if self.recompute.is_recomputing:
+            return
+        heads = self.largest[first_head : first_head + chunk.query.shape[1]]
+        logits = largest_logits(chunk)
+        torch.maximum(heads, logits, out=heads)
+        torch.maximum(self.peak, logits.amax(), out=self.peak)

@@ -1,16 +1,122 @@
-"""Inputs of a forward besides parameters and activations: `BatchContext` of a stage, `LayerContext` of its layers."""
+"""Inputs of the layers besides parameters and activations.
+
+    ModelParallel    groups, core attention and recomputation of a stage, for building it
+    BatchContext     a microbatch, for a stage
+    LayerContext     what its layers share
+    DropoutContext   random words of the microbatch; `HiddenDropout` drops hidden states at one place in a layer:
+
+    embedding      after the word embeddings                        rate hidden_dropout
+    weights        of the attention                                 attention_dropout
+    attention      output of the attention                          hidden_dropout
+    mlp            output of the MLP or the experts                 hidden_dropout
+
+Outputs are dropped before the residual sum, and before a norm of them (`--norm-placement post` or `sandwich`).
+
+A word is a 32-bit hash of the seed, the sample, the layer, the place and the position; see kernels/dropout.py.
+
+    B batch   S sequence   H hidden
+"""
 
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from nanotrain.attention.call import CoreAttention
+from nanotrain.attention.sdpa import SDPAttention
 from nanotrain.comm.group import Group
 from nanotrain.data.batch import Batch
-from nanotrain.model.dropout import DropoutContext
+from nanotrain.kernels.dropout import dropout, mix_in, sample_words
+from nanotrain.memory.recompute import Recompute
 from nanotrain.model.rope import Rotary
 from nanotrain.parallel.cp.split import local_positions
+from nanotrain.parallel.tp.layers import TensorParallel
+from nanotrain.topology.groups import GroupName
+
+
+@dataclass(frozen=True)
+class ModelParallel:
+    """How the layers of a stage are parallelized."""
+
+    tp: TensorParallel  # shards matrices and the vocabulary
+    core_attention: CoreAttention  # attention over sequences sharded over cp
+    ep: Group  # ranks that share the experts
+    etp: Group  # ranks that share the matrices of each expert
+    # ranks that hold the tokens of one sequence (tp x cp); a single rank if every rank has all tokens (generation)
+    sequence: Group
+    dp: Group  # ranks that read different samples
+    recompute: Recompute = field(default_factory=Recompute)  # recomputation in the stage
+    tracks_logits: bool = False  # attention layers keep their largest logits, for QK-clip
+    layers_in_bf16: frozenset[int] = frozenset()  # layers without fp8, where others have it
+
+    def of_layer(self, layer: int) -> "ModelParallel":
+        """The groups and options of one layer, without fp8 if the layer is excluded from it."""
+        return replace(self, tp=replace(self.tp, fp8=None)) if layer in self.layers_in_bf16 else self
+
+    @classmethod
+    def single_rank(cls) -> "ModelParallel":
+        """One rank, without model parallelism."""
+        names: tuple[GroupName, ...] = ("ep", "etp", "tp_cp", "dp")
+        ep, etp, sequence, dp = (Group.single_rank(name) for name in names)
+        return cls(TensorParallel.single_rank(), SDPAttention(), ep=ep, etp=etp, sequence=sequence, dp=dp)
+
+
+class DropoutPlace(IntEnum):
+    """Where in a layer elements are dropped."""
+
+    embedding = 0
+    weights = 1
+    attention = 2
+    mlp = 3
+
+
+@dataclass(frozen=True)
+class DropoutContext:
+    """The random words and the positions of a microbatch."""
+
+    words: Tensor  # [B] int64, one per sample
+    positions: Tensor  # [S] int64, of this rank's tokens in their sequence
+    layer_words: Tensor | None = None  # [places, B] int64, of one layer; None for the context of all layers
+
+    @classmethod
+    def of(cls, seed: int, sample_ids: Tensor, *, positions: Tensor) -> "DropoutContext":
+        """The words of these samples [B] int64 in a run with this seed."""
+        return cls(sample_words(seed, sample_ids), positions)
+
+    def of_layer(self, layer: int) -> "DropoutContext":
+        """The context with the words of a layer, computed outside of compiled graphs.
+
+        A graph would take the number of the layer as a constant: one graph per layer, and none after the eighth.
+        """
+        first, num_places = layer * len(DropoutPlace), len(DropoutPlace)
+        numbers = torch.arange(first, first + num_places, device=self.words.device)
+        return replace(self, layer_words=mix_in(self.words, numbers[:, None]))
+
+    def words_of(self, layer: int, place: DropoutPlace) -> Tensor:
+        """The words [B] of a place in a layer."""
+        if self.layer_words is not None:
+            return self.layer_words[int(place)]
+        return mix_in(self.words, layer * len(DropoutPlace) + place)
+
+
+@dataclass(frozen=True)
+class HiddenDropout:
+    """Dropout of the hidden states at one place."""
+
+    rate: float
+    layer: int
+    place: DropoutPlace
+    tensor_parallel: TensorParallel
+
+    def __call__(self, x: Tensor, context: DropoutContext | None) -> Tensor:
+        """[B, S or S/tp, H] -> the same; without a context, as in evaluation, nothing is dropped."""
+        if context is None or self.rate == 0:
+            return x
+        positions = self.tensor_parallel.local_slice(context.positions[None])
+        words = mix_in(context.words_of(self.layer, self.place)[:, None], positions)
+        return dropout(x, words, rate=self.rate)
 
 
 @dataclass(frozen=True)
@@ -61,10 +167,9 @@ class BatchContext:
 class LayerContext:
     """What all layers of a stage share for one microbatch."""
 
-    rotary: Rotary | None = None  # cosines and sines of the positions; None without rotary positions
-    window_rotary: Rotary | None = None  # for layers with a window; None if they use `rotary`
-    mask: Any = None  # made by `CoreAttention.plan_mask`
-    window_mask: Any = None  # the mask of layers with a window
+    # of layers without and with a window: cosines and sines of the positions; None without rotary positions
+    rotary: tuple[Rotary | None, Rotary | None] = (None, None)
+    masks: tuple[Any, Any] = (None, None)  # alike, made by `CoreAttention.plan_mask`
     sequence_positions: Tensor | None = None  # see `BatchContext`
     dropout: DropoutContext | None = None  # None where nothing is dropped
     aux_loss_scale: float | Tensor = 0.0  # see `BatchContext`
@@ -72,14 +177,6 @@ class LayerContext:
     # tokens_per_expert that a router compares this microbatch with, by router; a recomputed forward reads its own
     balance_counts: dict[Any, Tensor] = field(default_factory=dict)
 
-    def rotary_of(self, *, has_window: bool) -> Rotary | None:
-        """The cosines and sines of a layer."""
-        return self.window_rotary if has_window and self.window_rotary is not None else self.rotary
-
     def of_layer(self, layer: int) -> Self:
         """The context with the random words of a layer."""
         return self if self.dropout is None else replace(self, dropout=self.dropout.of_layer(layer))
-
-    def mask_of(self, *, has_window: bool) -> Any:
-        """The mask of a layer."""
-        return self.window_mask if has_window else self.mask

@@ -23,13 +23,11 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from nanotrain.config.config import ModelConfig
-from nanotrain.model.context import LayerContext
-from nanotrain.model.dropout import DropoutPlace, HiddenDropout
+from nanotrain.model.attention import LayerScores
+from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext, ModelParallel
 from nanotrain.model.norm import build_norm
-from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import Rotary, apply_rotary
-from nanotrain.model.scores import LayerScores
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
 from nanotrain.spec.shape import ModelShape
 
@@ -38,25 +36,16 @@ class MultiLatentAttention(nn.Module):
     """Causal attention with compressed queries, keys and values; the same interface as `Attention`.
 
     Args:
-        model_config: of the model.
+        model_config: configuration of the model.
         params: query or query_down, query_latent_norm, query_up; kv_down, kv_latent_norm, kv_up, output.
         parallel: tp shards the heads, the core attention's cp group the sequence.
-        has_window: attend within the window.
         layer: index in the model.
     """
 
-    def __init__(
-        self,
-        model_config: ModelConfig,
-        params: Parameters,
-        *,
-        parallel: ModelParallel,
-        has_window: bool = False,
-        layer: int = 0,
-    ) -> None:
+    def __init__(self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int) -> None:
         super().__init__()
-        self.has_window = has_window
         shape = ModelShape.of(model_config)
+        self.has_window = shape.has_window(layer)
         self.scores = LayerScores(model_config, layer=layer, parallel=parallel)
         self.max_logits = self.scores.max_logits
         assert shape.mla is not None, "a model without latent attention has the class Attention"
@@ -83,18 +72,16 @@ class MultiLatentAttention(nn.Module):
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
-        rotary = context.rotary_of(has_window=self.has_window)
+        rotary = context.rotary[self.has_window]
         assert rotary is not None, "validation requires rotary positions with latent attention"
         query, compressed = self._compress(hidden)
         compressed_kv, shared_key = compressed.split(self.compressed_sizes, dim=-1)
         if self.query is None:
             query = self.query_latent_norm(query)
         scores = self.scores(context, device=query.device)
-        options = {} if scores is None else {"scores": scores}
-        mask = context.mask_of(has_window=self.has_window)
         compressed_kv = self.kv_latent_norm(compressed_kv)
         query, key, value = self.up_project(query, compressed_kv, shared_key=shared_key, rotary=rotary)
-        attended = self.core_attention(query, key=key, value=value, mask=mask, **options)
+        attended = self.core_attention(query, key=key, value=value, mask=context.masks[self.has_window], scores=scores)
         return self.dropout(self.output(attended.flatten(2)), context.dropout)
 
     def _compress(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

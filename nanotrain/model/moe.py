@@ -19,9 +19,7 @@ from nanotrain.comm.group import Group
 from nanotrain.config.config import ModelConfig
 from nanotrain.kernels.fp8.layer import ExpertRange, expert_fp8_options
 from nanotrain.model.activations import ACTIVATIONS, Glu
-from nanotrain.model.context import LayerContext
-from nanotrain.model.dropout import HiddenDropout
-from nanotrain.model.parallel import ModelParallel
+from nanotrain.model.context import HiddenDropout, LayerContext, ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.router import Router
 from nanotrain.parallel.ep.experts import EXPERT_LINEARS, ExpertOptions, Experts

@@ -21,12 +21,10 @@ from torch import Tensor, nn
 
 from nanotrain.config.config import ModelConfig
 from nanotrain.data.batch import Batch
-from nanotrain.model.context import LayerContext
-from nanotrain.model.dropout import DropoutPlace, HiddenDropout
+from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext
 from nanotrain.model.norm import build_norm
 from nanotrain.model.parameters import Parameters
-from nanotrain.parallel.tp.layers import ColumnParallelLinear
-from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from nanotrain.parallel.tp.layers import ColumnParallelLinear, TensorParallel
 
 
 class MTPLayer(nn.Module):

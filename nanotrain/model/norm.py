@@ -92,7 +92,7 @@ class WideRMSNorm(nn.Module):
         weight: [all heads * D].
         eps: added to the mean square.
         heads: channels of this rank, as a range of the weight; each channel is on the same number of ranks.
-        group: shards the heads.
+        group: ranks over which the heads are sharded.
     """
 
     def __init__(self, weight: nn.Parameter, *, eps: float, heads: slice, group: Group, is_offset: bool) -> None:
@@ -109,27 +109,19 @@ class WideRMSNorm(nn.Module):
         return (x32 * scale * (weight + 1 if self.is_offset else weight)).to(x.dtype).view_as(x)
 
 
-def build_head_norm(
-    model_config: ModelConfig, params: Parameters, *, name: str, heads: slice, group: Group
-) -> nn.Module:
+def build_head_norm(model_config: ModelConfig, params: Parameters, *, heads: slice, group: Group) -> nn.Module:
     """The norm of queries or keys [B, S, local heads, D]; the identity where none is declared.
 
     Args:
         model_config: epsilon; one norm per head, or an RMSNorm over all heads.
-        params: NAME.weight [D], or [all heads * D]; NAME.bias [D] of a LayerNorm.
-        name: of the norm.
+        params: weight [D], or [all heads * D]; the bias [D] of a LayerNorm.
         heads: channels of this rank, as a range of the weight over all heads.
-        group: shards the heads.
+        group: ranks over which the heads are sharded.
     """
-    weight, bias = params.get(f"{name}.weight"), params.get(f"{name}.bias")
-    if weight is None:
-        return nn.Identity()
+    if not params or not model_config.qk_layernorm_across_heads:
+        return build_norm(model_config, params)
     eps, is_offset = model_config.norm_epsilon, model_config.apply_layernorm_1p
-    if model_config.qk_layernorm_across_heads:
-        return WideRMSNorm(weight, eps=eps, heads=heads, group=group, is_offset=is_offset)
-    if bias is not None:
-        return LayerNorm(weight, bias, eps=eps, is_offset=is_offset)
-    return RMSNorm(weight, eps=eps, is_offset=is_offset)
+    return WideRMSNorm(params["weight"], eps=eps, heads=heads, group=group, is_offset=is_offset)
 
 
 def build_norm(model_config: ModelConfig, params: Parameters) -> nn.Module:

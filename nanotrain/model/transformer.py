@@ -30,23 +30,21 @@ from nanotrain.config.config import ModelConfig
 from nanotrain.data.batch import Batch
 from nanotrain.model.activations import ACTIVATIONS, Glu
 from nanotrain.model.attention import Attention
-from nanotrain.model.context import BatchContext, LayerContext
-from nanotrain.model.dropout import DropoutPlace, HiddenDropout
+from nanotrain.model.context import BatchContext, DropoutPlace, HiddenDropout, LayerContext, ModelParallel
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.mtp import MTPLayer
 from nanotrain.model.norm import build_norm
-from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import RotaryTables
 from nanotrain.parallel.tp.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
+    TensorParallel,
     VocabParallelEmbedding,
     column_parallel,
 )
 from nanotrain.parallel.tp.loss import Targets, TokenGroups, Vocabulary, vocab_parallel_cross_entropy
-from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.spec.parameters import declare_stage
 from nanotrain.spec.params import LocalParam
 from nanotrain.spec.shape import ModelShape
@@ -93,25 +91,14 @@ class Block(nn.Module):
         model_config: of the model.
         params: attention, mlp or experts, and those norms before and after them that are declared.
         parallel: groups of the layers.
-        has_window: the attention has the window.
         layer: index in the model.
     """
 
-    def __init__(
-        self,
-        model_config: ModelConfig,
-        params: Parameters,
-        *,
-        parallel: ModelParallel,
-        has_window: bool = False,
-        layer: int = 0,
-    ) -> None:
+    def __init__(self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int) -> None:
         super().__init__()
         attention = MultiLatentAttention if model_config.multi_latent_attention else Attention
         self.attention_norm = build_norm(model_config, params.submodule("attention_norm"))
-        self.attention = attention(
-            model_config, params.submodule("attention"), parallel=parallel, has_window=has_window, layer=layer
-        )
+        self.attention = attention(model_config, params.submodule("attention"), parallel=parallel, layer=layer)
         self.attention_post_norm = build_norm(model_config, params.submodule("attention_post_norm"))
         self.mlp_norm = build_norm(model_config, params.submodule("mlp_norm"))
         self.mlp = build_mlp(model_config, params.submodule("mlp"), parallel=parallel, layer=layer)
@@ -125,29 +112,12 @@ class Block(nn.Module):
         return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x), context))
 
 
-class PositionTable(nn.Module):
-    """Learned absolute positions (Radford et al. 2019), replicated over tp.
-
-    Args:
-        weight: [positions, H].
-        tensor_parallel: under sequence parallelism each rank embeds its slice of the sequence.
-    """
-
-    def __init__(self, weight: nn.Parameter, *, tensor_parallel: TensorParallel) -> None:
-        super().__init__()
-        self.weight, self.tensor_parallel = weight, tensor_parallel
-
-    def forward(self, position_ids: Tensor) -> Tensor:
-        """[B or 1, S] int64 -> [B or 1, S or S/tp, H]."""
-        return F.embedding(self.tensor_parallel.local_slice(position_ids), self.weight)
-
-
 class Embedding(nn.Module):
-    """Word embeddings, plus learned positions where they are declared.
+    """Word embeddings, plus learned absolute positions (Radford et al. 2019) where they are declared.
 
     Args:
-        params: word; position where declared.
-        tensor_parallel: shards the vocabulary.
+        params: word; position [positions, H] where declared, replicated over tp.
+        tensor_parallel: shards the vocabulary; under sequence parallelism each rank embeds its slice of the positions.
         is_scaled: multiply word embeddings by sqrt(H), rounded to their dtype.
     """
 
@@ -155,9 +125,10 @@ class Embedding(nn.Module):
         super().__init__()
         weight = params["word.weight"]
         self.scale = torch.tensor(weight.shape[1] ** 0.5, dtype=weight.dtype, device="cpu").item() if is_scaled else 1.0
-        self.word = VocabParallelEmbedding(params["word.weight"], tensor_parallel=tensor_parallel)
-        position = params.get("position.weight")
-        self.position = None if position is None else PositionTable(position, tensor_parallel=tensor_parallel)
+        self.word = VocabParallelEmbedding(weight, tensor_parallel=tensor_parallel)
+        position, self.tensor_parallel = params.get("position.weight"), tensor_parallel
+        unsharded = partial(VocabParallelEmbedding, tensor_parallel=tensor_parallel.unsharded)
+        self.position = None if position is None else unsharded(position)
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """[B, S] int64 -> [B, S or S/tp, H]; without position ids the positions are 0..S-1."""
@@ -168,7 +139,7 @@ class Embedding(nn.Module):
             return hidden
         if position_ids is None:
             position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        out: Tensor = hidden + self.position(position_ids)
+        out: Tensor = hidden + self.position(self.tensor_parallel.local_slice(position_ids))
         return out
 
 
@@ -236,12 +207,9 @@ class Stage(nn.Module):
         super().__init__()
         self.model_config, self.spec, self.params, self.parallel = model_config, spec, tuple(params), parallel
         shape, declared = ModelShape.of(model_config), Parameters.on_meta(params)
-        embedding = declared.submodule("embedding")
-        self.embedding = (
-            Embedding(embedding, tensor_parallel=parallel.tp, is_scaled=model_config.scale_embeddings)
-            if embedding
-            else None
-        )
+        embedding, is_scaled = declared.submodule("embedding"), model_config.scale_embeddings
+        embed = partial(Embedding, tensor_parallel=parallel.tp, is_scaled=is_scaled)
+        self.embedding = embed(embedding) if embedding else None
         place = DropoutPlace.embedding
         self._drop_embedded = HiddenDropout(model_config.hidden_dropout, 0, place, parallel.tp)
         # False if a layer attends to all earlier keys, True if one attends within a window; or both
@@ -249,8 +217,7 @@ class Stage(nn.Module):
         self._has_windows = {shape.has_window(i) for i in (*spec.layers, *mtp_layers)}
 
         def build_block(params: Parameters, layer: int) -> Block:
-            at = parallel.of_layer(layer)
-            return Block(model_config, params, parallel=at, has_window=shape.has_window(layer), layer=layer)
+            return Block(model_config, params, parallel=parallel.of_layer(layer), layer=layer)
 
         self.layers = nn.ModuleDict({str(i): build_block(declared.submodule(f"layers.{i}"), i) for i in spec.layers})
         # None without a head: FSDP takes a child without parameters for one that reads those of other units
@@ -271,6 +238,7 @@ class Stage(nn.Module):
         self._rotary = RotaryTables(model_config) if model_config.has_rope else None
         has_local = model_config.has_rope and model_config.rotary_base_local is not None
         self._window_rotary = RotaryTables(model_config, is_local=True) if has_local else None
+        self._window, self._is_tied = model_config.window_size, not model_config.untie_embeddings_and_output_weights
         registered = [name for name, _ in self.named_parameters()]
         assert registered == [local.spec.name for local in params], "modules register other parameters than declared"
 
@@ -332,14 +300,14 @@ class Stage(nn.Module):
             hidden = self._drop_embedded(self.embedding(batch.tokens, batch.position_ids), dropout)
         assert hidden is not None, "a stage without the embedding needs the hidden states of the previous stage"
         positions = batch.tokens.shape[1] if batch.position_ids is None else batch.position_ids
-        plan_mask, window = self.parallel.core_attention.plan_mask, self.model_config.window_size
+        rotary = None if self._rotary is None else self._rotary.at(positions, like=hidden)
+        local = rotary if self._window_rotary is None else self._window_rotary.at(positions, like=hidden)
+        plan_mask = partial(self.parallel.core_attention.plan_mask, batch.segment_ids, tokens=batch.tokens)
+        mask = plan_mask() if False in self._has_windows else None
+        window_mask = plan_mask(window=self._window) if True in self._has_windows else None
         layer_context = LayerContext(
-            rotary=None if self._rotary is None else self._rotary.at(positions, like=hidden),
-            window_rotary=None if self._window_rotary is None else self._window_rotary.at(positions, like=hidden),
-            mask=plan_mask(batch.segment_ids, tokens=batch.tokens) if False in self._has_windows else None,
-            window_mask=plan_mask(batch.segment_ids, tokens=batch.tokens, window=window)
-            if True in self._has_windows
-            else None,
+            rotary=(rotary, local),
+            masks=(mask, window_mask),
             sequence_positions=context.sequence_positions,
             dropout=dropout,
             aux_loss_scale=context.aux_loss_scale,
@@ -351,8 +319,7 @@ class Stage(nn.Module):
         return (hidden if self.final_norm is None else self.final_norm(hidden)), layer_context
 
     def _tied_weight(self) -> nn.Parameter | None:
-        is_tied = not self.model_config.untie_embeddings_and_output_weights
-        return self.embedding.word.weight if is_tied and self.embedding is not None else None
+        return self.embedding.word.weight if self._is_tied and self.embedding is not None else None
 
 
 def build_stage(model_config: ModelConfig, spec: StageSpec | None = None, *, dtype: str = "fp32") -> Stage:

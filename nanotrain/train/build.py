@@ -31,7 +31,7 @@ from nanotrain.kernels.fp8.layer import fp8_options, layers_in_bf16
 from nanotrain.log import get_logger
 from nanotrain.memory.block_transforms import WITHOUT_OFFLOAD, transform_blocks
 from nanotrain.memory.recompute import Recompute
-from nanotrain.model.parallel import ModelParallel
+from nanotrain.model.context import ModelParallel
 from nanotrain.model.parameters import initialize
 from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import DistributedOptimizer
@@ -41,7 +41,7 @@ from nanotrain.parallel.cp.split import split_batch
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.options import DataParallelOptions, ReduceGroups
 from nanotrain.parallel.pp.executor import Pipeline, RunnableStage
-from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES
 from nanotrain.precision.loss_scale import LossScale

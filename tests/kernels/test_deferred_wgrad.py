@@ -10,7 +10,7 @@ from torch import nn
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.kernels.deferred_wgrad import WgradQueue, accumulate_wgrads
-from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from nanotrain.parallel.tp.layers import TensorParallel
 from tests.harness import ranks, run_ranks
 from tests.parallel.tp.networks import ShardedNetwork, draw, reference_pass, sharded_pass
 

@@ -11,9 +11,8 @@ from nanotrain.kernels.deferred_wgrad import WgradQueue, accumulate_wgrads
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups
-from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
+from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
 from nanotrain.parallel.tp.loss import Targets, Vocabulary, vocab_parallel_cross_entropy
-from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.precision.dtypes import Precision
 from tests.parallel.dp.toys import local_params
 from tests.parallel.tp.networks import draw

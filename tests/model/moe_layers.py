@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Activation, ModelConfig, MoEConfig, RouterScore
-from nanotrain.model.context import LayerContext
+from nanotrain.model.context import LayerContext, ModelParallel
 from nanotrain.model.moe import MoELayer
-from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.transformer import build_mlp
-from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.spec.parameters import Declaration, moe
 from nanotrain.spec.shape import ModelShape
 

@@ -6,10 +6,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nanotrain.config.config import ModelConfig
+from nanotrain.memory.recompute import Recompute, recompute_modules
 from nanotrain.model.attention import _rows
+from nanotrain.model.context import BatchContext, LayerContext, ModelParallel
+from nanotrain.model.parameters import initialize
+from nanotrain.model.transformer import Stage
+from nanotrain.spec.parameters import declare_model
+from nanotrain.spec.params import LocalParam
 from nanotrain.spec.shape import ModelShape
+from nanotrain.spec.stages import StageSpec
 from nanotrain.topology.groups import GroupSpec
-from tests.model.building import LLAMA, build, random_batch
+from tests.model.building import LLAMA, build, give_storage, random_batch, randomize
 
 
 @pytest.mark.parametrize(("heads", "expected"), [(4, [(0, 8), (8, 16), (16, 24), (24, 32)]), (2, [(0, 8)] * 2)])
@@ -25,3 +33,37 @@ def test_the_scale_of_the_scores_is_that_of_the_width_by_default() -> None:
     plain, same, other = (build(replace(LLAMA, softmax_scale=scale)).logits(tokens) for scale in (None, 8**-0.5, 20.0))
     torch.testing.assert_close(plain, same)
     assert not torch.allclose(plain, other, atol=1e-3)
+
+
+def tracked(model_config: ModelConfig, **options) -> Stage:
+    """A randomized full model of one layer that tracks its logits."""
+    model_config = replace(model_config, num_layers=1)
+    params = [LocalParam.unsharded(spec) for spec in declare_model(ModelShape.of(model_config))]
+    parallel = replace(ModelParallel.single_rank(), tracks_logits=True, **options)
+    stage = give_storage(Stage(model_config, StageSpec.single(1), params=params, parallel=parallel))
+    initialize(stage, stage.params, seed=1)
+    return randomize(stage)
+
+
+def test_evaluation_and_recomputation_do_not_count() -> None:
+    recompute = Recompute()
+    stage = tracked(LLAMA, recompute=recompute)
+    recompute_modules(stage.layers["0"], ["core_attn"], recompute=recompute)
+    logits = stage.layers["0"].attention.max_logits
+    with torch.no_grad():
+        stage(None, BatchContext(random_batch()))
+    assert (logits.largest == -torch.inf).all()
+    loss = stage(None, BatchContext(random_batch()))
+    assert logits.largest.isfinite().all()
+    logits.largest.fill_(-torch.inf)
+    loss.backward()
+    assert (logits.largest == -torch.inf).all(), "the backward ran core attention again and counted it"
+
+
+def test_a_run_without_the_option_keeps_nothing() -> None:
+    model_config = replace(LLAMA, num_layers=1)
+    params = [LocalParam.unsharded(spec) for spec in declare_model(ModelShape.of(model_config))]
+    parallel = ModelParallel.single_rank()
+    stage = Stage(model_config, StageSpec.single(1), params=params, parallel=parallel)
+    attention = stage.layers["0"].attention
+    assert attention.max_logits is None and attention.scores(LayerContext(), device=torch.device("cpu")) is None

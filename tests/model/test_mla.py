@@ -15,14 +15,13 @@ from nanotrain.comm.collectives import all_reduce
 from nanotrain.config.config import MLAConfig, ModelConfig, Normalization
 from nanotrain.config.load import load_config
 from nanotrain.kernels.deferred_wgrad import WgradQueue, accumulate_wgrads
-from nanotrain.model.context import LayerContext
+from nanotrain.model.context import LayerContext, ModelParallel
 from nanotrain.model.mla import MultiLatentAttention
-from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import RotaryTables
 from nanotrain.parallel.cp import build_core_attention
 from nanotrain.parallel.cp.split import zigzag_chunks
-from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.spec.counts import num_parameters
 from nanotrain.spec.parameters import Declaration, declare_model, mla
 from nanotrain.spec.params import LocalParam, ParamSpec, localize
@@ -77,7 +76,7 @@ def layer_of(
     local = {spec.name: localize(spec, coords=coords, sizes={"tp": tp}) for spec in specs}
     weights = {name: full_weight(param.spec)[param.box.slices()].clone() for name, param in local.items()}
     params = Parameters({name: nn.Parameter(weight) for name, weight in weights.items()})
-    return MultiLatentAttention(model, params, parallel=parallel), local
+    return MultiLatentAttention(model, params, parallel=parallel, layer=0), local
 
 
 def full_weight(spec: ParamSpec) -> Tensor:
@@ -96,7 +95,7 @@ def apply(
     tokens = torch.empty(B, S if positions is None else len(positions))
     rotary = RotaryTables(model).at(S if positions is None else positions.expand(B, -1), like=hidden)
     mask = layer.core_attention.plan_mask(None, tokens=tokens)
-    output = layer(hidden, LayerContext(rotary=rotary, mask=mask))
+    output = layer(hidden, LayerContext((rotary, None), (mask, None)))
     output.backward(grad)
     assert hidden.grad is not None
     found = {"output of the layer": output.detach(), "input": hidden.grad}

@@ -49,13 +49,13 @@ def test_norms_of_heads_are_of_the_kind_of_the_others(kind: Normalization) -> No
     like, tp = norm_of(kind, 8, eps=1e-3, dtype=torch.float64), Group.single_rank("tp")
     params = Parameters({f"query_norm.{name}": parameter for name, parameter in like.named_parameters()})
     model_config = ModelConfig(normalization=kind, norm_epsilon=1e-3, qk_layernorm=True)
-    of_heads = build_head_norm(model_config, params, name="query_norm", heads=slice(0, 24), group=tp)
+    of_heads = build_head_norm(model_config, params.submodule("query_norm"), heads=slice(0, 24), group=tp)
     with torch.no_grad():
         for parameter in like.parameters():
             parameter.copy_(torch.randn(8))
     heads = torch.randn(2, 5, 3, 8, dtype=torch.float64)
     assert torch.equal(of_heads(heads), like(heads))
-    absent = build_head_norm(model_config, params, name="key_norm", heads=slice(0, 24), group=tp)
+    absent = build_head_norm(model_config, params.submodule("key_norm"), heads=slice(0, 24), group=tp)
     assert isinstance(absent, nn.Identity)
 
 

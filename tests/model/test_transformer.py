@@ -10,8 +10,7 @@ from torch import nn
 from nanotrain.attention.sdpa import SDPAttention
 from nanotrain.config.config import ModelConfig
 from nanotrain.data.batch import Batch
-from nanotrain.model.context import BatchContext, LayerContext
-from nanotrain.model.parallel import ModelParallel
+from nanotrain.model.context import BatchContext, LayerContext, ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.transformer import Attention, Stage, build_stage
 from nanotrain.spec.stages import StageSpec, split_layers
@@ -157,7 +156,7 @@ def test_one_segment_is_causal_attention_without_segments() -> None:
     layer = build(LLAMA).layers["0"].attention
     hidden = torch.randn(2, 9, 32)
     ids = torch.zeros(2, 9, dtype=torch.int32)
-    masked = LayerContext(mask=SDPAttention().plan_mask(ids, tokens=ids))
+    masked = LayerContext(masks=(SDPAttention().plan_mask(ids, tokens=ids), None))
     torch.testing.assert_close(layer(hidden, masked), layer(hidden, LayerContext()))
 
 
@@ -170,7 +169,7 @@ def test_a_layer_with_half_of_the_heads_computes_those_heads() -> None:
         for name in ("query", "key", "value", "output"):
             weight = getattr(full, name).weight.detach()
             shards[f"{name}.weight"] = nn.Parameter(weight.chunk(2, dim=1 if name == "output" else 0)[rank])
-        half = Attention(LLAMA, Parameters(shards), parallel=ModelParallel.single_rank())
+        half = Attention(LLAMA, Parameters(shards), parallel=ModelParallel.single_rank(), layer=0)
         # when each runs, then their outputs add up.
         total = total + half(hidden, LayerContext())
     torch.testing.assert_close(total, full(hidden, LayerContext()))

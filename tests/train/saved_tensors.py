@@ -126,8 +126,8 @@ def microbatch(ctx: ParallelContext, words: str) -> Microbatch:
     hidden = torch.randn(*plan.hidden_shape, dtype=dtype, generator=generator, requires_grad=True)
     context = BatchContext.of(Batch.of_tokens(tokens), cp=ctx.group("cp"), aux_loss_scale=1.0)
     layer_context = LayerContext(
-        rotary=None if stage._rotary is None else stage._rotary.at(tokens.shape[1], like=hidden),
-        mask=stage.parallel.core_attention.plan_mask(_documents(config, len(tokens)), tokens=tokens),
+        rotary=(None if stage._rotary is None else stage._rotary.at(tokens.shape[1], like=hidden), None),
+        masks=(stage.parallel.core_attention.plan_mask(_documents(config, len(tokens)), tokens=tokens), None),
         sequence_positions=context.sequence_positions,
         aux_loss_scale=1.0,
     )
@@ -137,7 +137,7 @@ def microbatch(ctx: ParallelContext, words: str) -> Microbatch:
 def kept_and_planned(ctx: ParallelContext, words: str) -> tuple[int, int]:
     """Bytes that a block keeps of a microbatch: counted, and by the formula."""
     case = microbatch(ctx, words)
-    rotary = case.context.rotary
+    rotary = case.context.rotary[0]
     shared = [] if rotary is None else [rotary.cos, rotary.sin]
     saved = SavedTensors([*case.stage.parameters(), *shared])
     with saved_tensors_hooks(saved.pack, lambda tensor: tensor):

@@ -1,5 +1,6 @@
-"""Layers with weights sharded over the tp group (Shoeybi et al. 2019, section 3).
+"""Tensor and sequence parallelism: layers with weights sharded over the tp group (Shoeybi et al. 2019, section 3).
 
+    TensorParallel            the group, and the collectives at the entry and exit of a tensor-parallel region
     ColumnParallelLinear      weight [O/tp, I]: each rank computes a shard of the outputs
     RowParallelLinear         weight [O, I/tp]: each rank computes a partial sum of the outputs
     VocabParallelEmbedding    weight [Vp/tp, H]: each rank looks up the tokens of its shard
@@ -9,6 +10,15 @@
     x ------+--- query, key, value (column) --- attention --- output (row) ---+--- y
             +--- gate, up (column) ------------ activation -- down (row) -----+
 
+    without sequence parallelism            with sequence parallelism (Korthikanti et al. 2022)
+    x [B, S, H], replicated                 x [B, S/tp, H], sharded along the sequence
+      |  enter: identity                      |  enter: all-gather
+    column-parallel, attention or MLP, row-parallel: [B, S, H] partial sums
+      |  leave: all-reduce                    |  leave: reduce-scatter
+    y [B, S, H], replicated                 y [B, S/tp, H], sharded along the sequence
+
+Backward is the transpose: `enter` sums gradients, `leave` copies or gathers them. Both variants send the same bytes.
+
 A layer chooses its implementation when it is built. On one rank, without deferred weight gradients and fp8, it is
 torch's operator (`_on_one_rank`). Otherwise communication is overlapped with the products (`_parallel`):
 
@@ -17,7 +27,7 @@ torch's operator (`_on_one_rank`). Otherwise communication is overlapped with th
                 start reduce-scatter of dx   dW_i = dy_i^T x, db_i         (wgrad) while dx is reduced
 
 Layers that read one input (query, key and value; gate and up) share its all-gather and the reduction of its gradient.
-Only the local shard of x is saved for the backward and gathered again there (Korthikanti et al. 2022, section 4.2.2).
+Only the local shard of x is saved for the backward and gathered again there (Korthikanti et al., section 4.2.2).
 Without sequence parallelism nothing is gathered and dx is all-reduced.
 
 Layers take their parameters, local shards on any device.
@@ -26,23 +36,71 @@ Layers take their parameters, local shards on any device.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanotrain.comm.autograd import eager
+from nanotrain.comm.autograd import copy_to, eager, gather_along, reduce_from, scatter_along
+from nanotrain.comm.collectives import local_slice, start_all_gather, start_all_reduce, start_reduce_scatter
+from nanotrain.comm.group import Group
 from nanotrain.comm.work import Work
-from nanotrain.kernels.deferred_wgrad import is_deferring
-from nanotrain.kernels.fp8.layer import Fp8Layer
+from nanotrain.kernels.deferred_wgrad import WgradQueue, is_deferring
+from nanotrain.kernels.fp8.layer import Fp8Layer, Fp8Options
 from nanotrain.kernels.fp8.products import Fp8Linears
 from nanotrain.kernels.linear import Linear, Linears, in_graph
-from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 
+SEQUENCE = 1  # the dim of [B, S, H] that sequence parallelism shards
 # Computes layers that share an input: [B, S or S/tp, I] -> one [B, S, O] per layer.
 ComputeLinears = Callable[[Tensor, Sequence[Linear]], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The group that shards the weights of a layer."""
+
+    group: Group  # the tp group
+    sequence_parallel: bool = False  # activations between tensor-parallel regions are sharded along the sequence
+    # where linear layers defer their weight gradients; None where the schedule has no W actions
+    wgrad_queue: WgradQueue | None = None
+    fp8: Fp8Options | None = None  # how linear layers use fp8; None: they do not
+
+    @classmethod
+    def single_rank(cls) -> "TensorParallel":
+        """One rank, nothing sharded."""
+        return cls(Group.single_rank("tp"))
+
+    @cached_property
+    def unsharded(self) -> "TensorParallel":
+        """For a layer whose weight is not sharded: no collectives, the same wgrad queue."""
+        return replace(self, group=Group.single_rank("tp"), sequence_parallel=False)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """[B, S or S/tp, H] -> [B, S, H]; backward sums the gradients of all ranks, once per call."""
+        return gather_along(x, self.group, dim=SEQUENCE) if self.sequence_parallel else copy_to(x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """[B, S, H], partial sums -> their sum, [B, S or S/tp, H]."""
+        return scatter_along(x, self.group, dim=SEQUENCE) if self.sequence_parallel else reduce_from(x, self.group)
+
+    def local_slice(self, tensor: Tensor) -> Tensor:
+        """[B, S, ...], replicated (positions, masks) -> [B, S or S/tp, ...], the tokens of this rank."""
+        return local_slice(tensor, self.group, dim=SEQUENCE) if self.sequence_parallel else tensor
+
+    def start_enter(self, x: Tensor) -> Work[Tensor]:
+        """Start the forward of `enter`, without autograd."""
+        return start_all_gather(x, self.group, dim=SEQUENCE) if self.sequence_parallel else Work.completed(x)
+
+    def start_enter_backward(self, grad: Tensor) -> Work[Tensor]:
+        """Start the backward of `enter`; a contiguous `grad` [B, S, H] is overwritten."""
+        return (
+            start_reduce_scatter(grad, self.group, dim=SEQUENCE)
+            if self.sequence_parallel
+            else start_all_reduce(grad, self.group)
+        )
 
 
 class ColumnParallelLinear(Linear):

@@ -9,7 +9,7 @@ MaxAttentionLogit   `--log-max-attention-logit`: the largest logit since the las
                         query rows f                 and values stay as they are
 
 So every logit of a head is scaled by f, biases included. A layer is clipped after the update of the step in which the
-logits were observed (`model/scores.py`).
+logits were observed (`model/attention.py`).
 
 Source: Kimi K2 (2025), section 2.1, algorithm 1 (MuonClip), with alpha 1/2; Megatron-LM for heads that share a key.
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.config.config import OptimConfig
-from nanotrain.model.scores import MaxLogits
+from nanotrain.model.attention import MaxLogits
 from nanotrain.optim.distributed import Update
 from nanotrain.spec.shape import ModelShape
 from nanotrain.train.parts.part import BuiltModel, StepPart

@@ -12,8 +12,7 @@ from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer, Fp8Options, Opera
 from nanotrain.kernels.fp8.products import Fp8Linears
 from nanotrain.kernels.grouped import GroupedOptions, grouped_linear
 from nanotrain.kernels.linear import Linear, Linears
-from nanotrain.parallel.tp.layers import ColumnParallelLinear, column_parallel
-from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from nanotrain.parallel.tp.layers import ColumnParallelLinear, TensorParallel, column_parallel
 from nanotrain.precision.fp8 import FP8_FORMATS, RECIPES
 
 T, I, O, E = 40, 144, 48, 3  # noqa: E741

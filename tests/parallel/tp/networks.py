@@ -15,9 +15,9 @@ from nanotrain.comm.group import Group
 from nanotrain.parallel.tp.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
+    TensorParallel,
     column_parallel,
 )
-from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 
 B, S, H, D, N = 2, 8, 6, 3, 4
 NAMES = ("query", "key", "value", "output")

@@ -11,10 +11,10 @@ from nanotrain.kernels.deferred_wgrad import WgradQueue
 from nanotrain.parallel.tp.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
+    TensorParallel,
     VocabParallelEmbedding,
     column_parallel,
 )
-from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from tests.harness import ranks, run_ranks
 from tests.parallel.tp.networks import B, D, H, N, Passed, S, ShardedNetwork, draw, reference_pass, sharded_pass
 

@@ -6,9 +6,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotrain.comm.work import Work
-from nanotrain.parallel.tp import tensor_parallel as crossing
-from nanotrain.parallel.tp.layers import ColumnParallelLinear, column_parallel
-from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from nanotrain.parallel.tp import layers as crossing
+from nanotrain.parallel.tp.layers import ColumnParallelLinear, TensorParallel, column_parallel
 from tests.harness import ranks
 
 B, S, I, O = 2, 4, 6, 10  # noqa: E741

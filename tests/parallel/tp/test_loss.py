@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from nanotrain.comm.group import Group
 from nanotrain.parallel.tp import loss as loss_module
+from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.parallel.tp.loss import Targets, Vocabulary, softmax_gradient, vocab_parallel_cross_entropy
-from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from tests.harness import ranks, run_ranks
 from tests.train.saved_tensors import PeakStorages
 

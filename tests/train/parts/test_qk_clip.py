@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.model.test_scores import tracked
 
 from nanotrain.comm.group import Group
 from nanotrain.config.config import OptimConfig
@@ -14,7 +15,6 @@ from nanotrain.train.parts.qk_clip import collect_factors, logits_of, row_factor
 from tests.harness import ranks
 from tests.model.building import GPT2, LLAMA, random_batch
 from tests.model.test_mla import DIRECT, LATENT
-from tests.model.test_scores import tracked
 
 ONE = Group.single_rank("tp")
 MODELS = {"grouped": LLAMA, "biases": GPT2, "mla": LATENT, "mla without q_lora_rank": DIRECT}

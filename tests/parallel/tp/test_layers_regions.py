@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanotrain.kernels.deferred_wgrad import WgradQueue
-from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from nanotrain.parallel.tp.layers import TensorParallel
 from tests.harness import ranks
 
 B, S, H, TP = 2, 4, 3, 2
