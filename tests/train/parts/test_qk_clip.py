@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.model.test_scores import tracked
 
 from nanotrain.comm.group import Group
 from nanotrain.config.config import OptimConfig
@@ -14,6 +13,7 @@ from nanotrain.spec.shape import ModelShape
 from nanotrain.train.parts.qk_clip import collect_factors, logits_of, row_factors
 from tests.harness import ranks
 from tests.model.building import GPT2, LLAMA, random_batch
+from tests.model.test_attention import tracked
 from tests.model.test_mla import DIRECT, LATENT
 
 ONE = Group.single_rank("tp")
