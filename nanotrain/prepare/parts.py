@@ -14,15 +14,16 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, islice
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from nanotrain.data.token_format import bin_path, idx_path
 from nanotrain.data.tokenizer import load_tokenizer
@@ -96,36 +97,23 @@ def write_parts(job: PartJob, chunks: Iterable[tuple[int, InputChunk]], *, worke
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["nanotrain.prepare.parts"])
     waiting = iter(chunks)
-    processes: list[BaseProcess] = []
-    idle: list[Connection] = []
-    busy: set[Connection] = set()
     try:
-        for _ in range(workers):
-            parent_end, worker_end = context.Pipe()
-            processes.append(context.Process(target=_work, args=(job, worker_end)))
-            processes[-1].start()
-            worker_end.close()  # the worker has the only copy, so its end is noticed here
-            idle.append(parent_end)
-        while True:
-            while idle and (numbered := next(waiting, None)) is not None:
-                with _lost_worker_is_an_error():
-                    idle[-1].send(numbered)
-                busy.add(idle.pop())
-            if not busy:
-                return
-            for connection in [ready for ready in wait(busy) if isinstance(ready, Connection)]:
-                with _lost_worker_is_an_error():
-                    outcome: PartDone | NanotrainError = connection.recv()
-                busy.remove(connection)
-                idle.append(connection)
-                if isinstance(outcome, NanotrainError):
-                    raise outcome
-                yield outcome
-    finally:
-        for connection in (*idle, *busy):
-            connection.close()  # a worker ends when it finds its connection closed
-        for process in processes:
-            process.join()
+        with ProcessPoolExecutor(workers, context, initializer=_start_worker) as pool:
+            running = {pool.submit(_write_part, job, *numbered) for numbered in islice(waiting, workers)}
+            while running:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                running |= {pool.submit(_write_part, job, *numbered) for numbered in islice(waiting, len(done))}
+                for future in done:
+                    outcome = future.result()
+                    if isinstance(outcome, NanotrainError):
+                        raise outcome
+                    yield outcome
+    except BrokenProcessPool:
+        raise EnvironmentFault(
+            "a tokenizing process was killed",
+            why="the usual reason is that the machine ran out of memory",
+            fix="run the same command again with fewer --workers; complete parts are kept",
+        ) from None
 
 
 class PartWriter:
@@ -156,33 +144,23 @@ class PartWriter:
         return PartDone(documents, tokens, text_bytes, chunk.num_bytes)
 
 
-@contextmanager
-def _lost_worker_is_an_error() -> Iterator[None]:
-    try:
-        yield
-    except (EOFError, ConnectionError):
-        raise EnvironmentFault(
-            "a tokenizing process was killed",
-            why="the usual reason is that the machine ran out of memory",
-            fix="run the same command again with fewer --workers; complete parts are kept",
-        ) from None
+_part_writer = cache(PartWriter)  # one per worker process
 
 
-def _work(job: PartJob, connection: Connection) -> None:
-    """Run a worker process: write the part of every chunk received, and send the outcome."""
+def _start_worker() -> None:
     # Ctrl-C reaches every process of the terminal; the parent alone handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     exit_with_parent()
+
+
+def _write_part(job: PartJob, number: int, chunk: InputChunk) -> PartDone | NanotrainError:
+    """Write a part in a worker process; errors are returned, as the pool would add a traceback to those raised."""
     try:
-        writer = PartWriter(job)
-        while True:
-            connection.send(writer.write(*connection.recv()))
+        return _part_writer(job).write(number, chunk)
     except NanotrainError as error:
-        connection.send(error)
-    except (EOFError, ConnectionError):
-        return  # the parent has closed its end
+        return error
     except OSError as error:
-        connection.send(disk_fault(error, Path(error.filename or job.folder), fix=CURE))
+        return disk_fault(error, Path(error.filename or job.folder), fix=CURE)
 
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -195,40 +173,29 @@ class PrepareProgress:
     """
 
     def __init__(self, total_bytes: int, *, done_bytes: int = 0) -> None:
-        self.total_bytes, self.done_bytes = total_bytes, done_bytes
-        self.documents = self.tokens = self.text_bytes = 0
+        self._documents = self._tokens = self._text_bytes = 0
         self._started = self._printed = time.monotonic()
-        self._bar: Any = None
+        columns = TextColumn("tokenizing"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rates]}")
+        self._bar = Progress(*columns, TimeRemainingColumn(), disable=not sys.stdout.isatty())
+        self._task = self._bar.add_task("", total=total_bytes or None, completed=done_bytes, rates="")
 
     def __enter__(self) -> "PrepareProgress":
-        if sys.stdout.isatty():
-            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-            columns = TextColumn("tokenizing"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rates]}")
-            self._bar = Progress(*columns, TimeRemainingColumn())
-            self._bar.start()
-            total = self.total_bytes or None
-            self._task = self._bar.add_task("", total=total, completed=self.done_bytes, rates="")
+        self._bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
 
     def add(self, part: PartDone) -> None:
         """Count a finished part and update the display."""
-        self.done_bytes += part.num_bytes
-        self.documents += part.documents
-        self.tokens += part.tokens
-        self.text_bytes += part.text_bytes
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self.done_bytes, rates=self.rates())
-        elif time.monotonic() - self._printed > _SECONDS_BETWEEN_LINES:
-            self._printed = time.monotonic()
-            percent = f"{100 * self.done_bytes / self.total_bytes:.0f} %  " if self.total_bytes else ""
-            print(f"{percent}{count_of(self.documents, 'document')}  {self.rates()}", flush=True)
-
-    def rates(self) -> str:
-        """Rates of this run: text in MB/s and tokens per second."""
-        elapsed = max(1e-9, time.monotonic() - self._started)
-        return f"{self.text_bytes / elapsed / 1e6:.1f} MB/s  {self.tokens / elapsed:,.0f} tok/s"
+        self._documents += part.documents
+        self._tokens += part.tokens
+        self._text_bytes += part.text_bytes
+        now = time.monotonic()
+        elapsed = max(1e-9, now - self._started)
+        rates = f"{self._text_bytes / elapsed / 1e6:.1f} MB/s  {self._tokens / elapsed:,.0f} tok/s"
+        self._bar.update(self._task, advance=part.num_bytes, rates=rates)
+        if self._bar.disable and now - self._printed > _SECONDS_BETWEEN_LINES:
+            self._printed, task = now, self._bar.tasks[0]
+            percent = f"{task.percentage:.0f} %  " if task.total else ""
+            print(f"{percent}{count_of(self._documents, 'document')}  {rates}", flush=True)
