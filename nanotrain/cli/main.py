@@ -35,6 +35,7 @@ from nanotrain.config.help import CONFIG_USAGE
 from nanotrain.config.load import load_line, reply, to_yaml
 from nanotrain.config.rules.check import check_data_parallel_size
 from nanotrain.config.schema import check_choice
+from nanotrain.config.tables import read_table
 from nanotrain.errors import EXIT_CODE, INTERRUPTED, ConfigError, NanotrainError, report
 from nanotrain.system import require_folders, run_program
 
@@ -57,9 +58,9 @@ def train(argv: Sequence[str]) -> int:
 def prepare(argv: Sequence[str]) -> int:
     """Tokenize text into token files (.bin/.idx) for --data-path."""
     from nanotrain.prepare.corpus import prepare_corpus
-    from nanotrain.prepare.options import PREPROCESS_DATA, PrepareOptions, add_arguments
+    from nanotrain.prepare.options import PrepareOptions, add_arguments
 
-    parser = CommandParser("prepare", prepare, elsewhere=PREPROCESS_DATA)
+    parser = CommandParser("prepare", prepare, elsewhere=read_table("preprocess_data"))
     add_arguments(parser)
     prepare_corpus(PrepareOptions.from_args(parser.parse_args(argv)))
     return 0

@@ -30,9 +30,8 @@ from nanotrain.prepare.inputs import (
 
 # The input is split into about this many chunks, within these bounds in bytes: enough to keep every core busy.
 _NUM_CHUNKS, _MIN_BYTES, _MAX_BYTES = 512, 1 << 20, 256 << 20
-_ROW_TYPES = {".csv": "csv", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-_ROW_TYPES |= {".ndjson": "json"}
 _TEXT_TYPES, _LINE_TYPES = (".txt", ".md"), (".jsonl", ".ndjson")
+_ROW_TYPES = {f".{name}": name for name in ("csv", "arrow", "json", "parquet")} | dict.fromkeys(_LINE_TYPES, "json")
 _ANY_LENGTH = 1 << 62  # more bytes than a file has
 
 
@@ -56,8 +55,13 @@ def plan_chunks(inputs: Sequence[str], *, subset: str | None, split: str) -> tup
         DataError: an input is missing, unreadable or empty, or `subset` or `split` has no effect on any input.
     """
     expanded = [_expand(name) for name in inputs]
-    if None not in expanded:
-        _require_whole(inputs, subset=subset, split=split)
+    if None not in expanded and (subset is not None or split != "train"):  # test data must not become training data
+        flag = f"--subset {subset}" if subset is not None else f"--split-name {split}"
+        raise DataError(
+            f"{flag} has no effect on {', '.join(inputs)}",
+            why="all of its files are read; subsets and splits are those of Hugging Face datasets",
+            fix="name the files that are wanted, for example as a pattern in quotes, or leave it out",
+        )
     sizes = [path.stat().st_size for paths in expanded for path in paths or ()]
     chunk_bytes = min(max(sum(sizes) // _NUM_CHUNKS, _MIN_BYTES), _MAX_BYTES)
     chunks: list[InputChunk] = []
@@ -69,17 +73,6 @@ def plan_chunks(inputs: Sequence[str], *, subset: str | None, split: str) -> tup
     if not chunks:
         raise DataError(f"{', '.join(inputs)} holds no text", why="every file is empty", fix="give files with text")
     return tuple(chunks)
-
-
-def _require_whole(inputs: Sequence[str], *, subset: str | None, split: str) -> None:
-    """Raise where a part of files is asked for, which are read whole: test data must not become training data."""
-    flag = f"--subset {subset}" if subset is not None else f"--split-name {split}"
-    if subset is not None or split != "train":
-        raise DataError(
-            f"{flag} has no effect on {', '.join(inputs)}",
-            why="all of its files are read; subsets and splits are those of Hugging Face datasets",
-            fix="name the files that are wanted, for example as a pattern in quotes, or leave it out",
-        )
 
 
 def streamed_dataset(name: str, *, subset: str | None, split: str) -> HubDataset:

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -51,26 +50,18 @@ def prepare_corpus(options: PrepareOptions) -> None:
         chunks = plan_chunks(options.input, subset=options.subset, split=options.split_name)
     tokenizer = load_tokenizer(options.tokenizer) if options.bpe_vocab_size is None else None
     plan = _plan(options, chunks, tokenizer=tokenizer)
-    if _is_finished(options, plan):  # nothing is written: the folder may be read-only
-        print(f"{prefix} is already prepared: {_summary(read_info(prefix))}")
+    if _is_prepared(prefix, plan) and not os.path.lexists(options.parts):  # the folder may be read-only
         return
-    with _one_process(prefix):
-        _prepare(options, plan, chunks=chunks, tokenizer=tokenizer)
-
-
-@contextmanager
-def _one_process(prefix: Path) -> Iterator[None]:
-    """Keep other processes from preparing the same corpus at the same time.
-
-    Raises:
-        EnvironmentFault: one does; names it.
-    """
     lock = prefix.with_name(f".{prefix.name}.prepare.lock")
     with disk_errors(lock, fix=CURE):
         prefix.parent.mkdir(parents=True, exist_ok=True)
     fix = "wait for it, end it, or choose another --output"
     with hold_lock(lock, what=f"the corpus {prefix}", fix=fix, is_removed=True):
-        yield
+        if _is_prepared(prefix, plan):
+            remove_folder(options.parts)
+        else:
+            _require_replaceable(options)
+            _prepare(options, plan, chunks=chunks, tokenizer=tokenizer)
 
 
 def _prepare(
@@ -82,16 +73,12 @@ def _prepare(
 ) -> None:
     """Prepare the corpus of a plan; this process alone does."""
     prefix = options.output
-    _require_own_files(prefix)
-    if _is_prepared(options, plan):
-        print(f"{prefix} is already prepared: {_summary(read_info(prefix))}")
-        return
     open_parts(options.parts, plan)
     tokenizer = tokenizer or _trained_tokenizer(options, chunks)
     job = _plan_job(options, tokenizer)
     planned = chunks or ()
     workers = min(options.workers, len(planned) or options.workers)
-    num_parts = _write_missing(job, planned if planned else _stream(options), planned=planned, workers=workers)
+    num_parts = _write_missing(job, planned or _stream(options), planned=planned, workers=workers)
     needed = sum(file.stat().st_size for file in options.parts.iterdir() if file.suffix in (".bin", ".idx"))
     with disk_errors(bin_path(prefix), needed=needed, fix=CURE):
         info = _merge(prefix, job, num_parts=num_parts, tokenizer=tokenizer, plan=_hash(plan))
@@ -117,16 +104,31 @@ def _plan(
     }
 
 
-def _require_own_files(prefix: Path) -> None:
-    """Check that what is to be replaced was written by nanotrain.
+def _is_prepared(prefix: Path, plan: dict[str, Any]) -> bool:
+    """Whether the corpus is that of the plan; says so."""
+    info = read_info(prefix)
+    is_same = idx_path(prefix).exists() and info.plan == _hash(plan)
+    if is_same:
+        print(f"{prefix} is already prepared: {_summary(info)}")
+    return is_same
+
+
+def _require_replaceable(options: PrepareOptions) -> None:
+    """Check that the files to be replaced were written by nanotrain, and that they may be replaced.
 
     Raises:
-        DataError: a file or folder of others has one of the names.
+        DataError: a file or folder of others has one of the names, or --overwrite is missing.
     """
+    prefix, tokenizer = options.output, tokenizer_path(options.output)
     if read_info(prefix).plan:
+        if idx_path(prefix).exists() and not options.overwrite:
+            raise DataError(
+                f"{idx_path(prefix)} exists",
+                why="it was prepared from other inputs or with other options",
+                fix="choose another --output, or pass --overwrite",
+            )
         return
-    tokenizer = tokenizer_path(prefix)
-    foreign = [path for path in (bin_path(prefix), idx_path(prefix)) if path.exists() or path.is_symlink()]
+    foreign = [path for path in (bin_path(prefix), idx_path(prefix)) if os.path.lexists(path)]
     if tokenizer.exists() and not is_own(tokenizer):
         foreign.append(tokenizer)
     if foreign:
@@ -135,28 +137,6 @@ def _require_own_files(prefix: Path) -> None:
             why=f"there is no {prefix.name}.nanotrain.json beside it",
             fix="choose another --output, or remove it",
         )
-
-
-def _is_finished(options: PrepareOptions, plan: dict[str, Any]) -> bool:
-    """Whether the corpus is that of the plan and no process has left parts."""
-    is_same = idx_path(options.output).exists() and read_info(options.output).plan == _hash(plan)
-    return is_same and not os.path.lexists(options.parts)
-
-
-def _is_prepared(options: PrepareOptions, plan: dict[str, Any]) -> bool:
-    index = idx_path(options.output)
-    if not index.exists():
-        return False
-    if read_info(options.output).plan == _hash(plan):
-        remove_folder(options.parts)
-        return True
-    if not options.overwrite:
-        raise DataError(
-            f"{index} exists",
-            why="it was prepared from other inputs or with other options",
-            fix="choose another --output, or pass --overwrite",
-        )
-    return False
 
 
 def _trained_tokenizer(options: PrepareOptions, chunks: tuple[InputChunk, ...] | None) -> Tokenizer:

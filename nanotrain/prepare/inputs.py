@@ -10,6 +10,7 @@ import lzma
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,7 +40,7 @@ def open_input(file: str) -> Iterator[BinaryIO]:
         DataError: unreadable, damaged, or zstandard is not installed.
     """
     try:
-        with _OPENERS.get(Path(file).suffix.lower(), _open_plain)(file) as stream:
+        with _OPENERS.get(Path(file).suffix.lower(), partial(open, mode="rb"))(file) as stream:
             yield stream
     except NanotrainError:
         raise
@@ -61,56 +62,47 @@ def check_zstandard(file: str) -> None:
         raise DataError(f"{file} cannot be read", why="the package zstandard is not installed", fix=fix)
 
 
-def _open_plain(file: str) -> Any:
-    return Path(file).open("rb")
-
-
 def _open_zst(file: str) -> Any:
     check_zstandard(file)
     return io.BufferedReader(_ZstReader(file))
 
 
 class _ZstReader(io.RawIOBase):
-    """The text of a .zst file of one or more frames; zstandard's own reader takes a cut file for a short one.
+    """The text of a .zst file of one or more frames; zstandard's own reader takes a truncated file for a shorter one.
 
     Raises:
-        EOFError: the file ends inside of a frame.
+        EOFError: the file ends inside a frame.
     """
 
     def __init__(self, file: str) -> None:
-        import zstandard
-
-        self._file, self._zstd = _open_plain(file), zstandard.ZstdDecompressor(max_window_size=MAX_ZST_WINDOW)
-        self._frame: Any = None  # the decompressor of the frame being read
-        self._output = memoryview(b"")
-        self._place = 0  # bytes of text that were read
+        self._blocks, self._block, self._position = _zst_blocks(file), memoryview(b""), 0
 
     def readable(self) -> bool:
         return True
 
     def tell(self) -> int:
-        return self._place
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
-        while not self._output:
-            is_between = self._frame is None or self._frame.eof
-            left = self._frame.unused_data if self._frame is not None and is_between else b""
-            data = left or self._file.read(ZST_READ_BYTES)
-            if not data:
-                if is_between:
-                    return 0
-                raise EOFError("it ends too early")
-            if is_between:
-                self._frame = self._zstd.decompressobj()
-            self._output = memoryview(self._frame.decompress(data))
-        size = min(len(buffer), len(self._output))
-        buffer[:size], self._output = self._output[:size], self._output[size:]
-        self._place += size
+        self._block = self._block or memoryview(next(filter(None, self._blocks), b""))
+        size = min(len(buffer), len(self._block))
+        buffer[:size], self._block = self._block[:size], self._block[size:]
+        self._position += size
         return size
+
+
+def _zst_blocks(file: str) -> Iterator[bytes]:
+    import zstandard
+
+    decompressor, frame = zstandard.ZstdDecompressor(max_window_size=MAX_ZST_WINDOW), None
+    with Path(file).open("rb") as compressed:
+        while data := compressed.read(ZST_READ_BYTES):
+            while data:
+                frame = decompressor.decompressobj() if frame is None or frame.eof else frame
+                yield frame.decompress(data)
+                data = frame.unused_data
+    if frame is not None and not frame.eof:
+        raise EOFError("it ends too early")
 
 
 _OPENERS: dict[str, Callable[[str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zst}

@@ -9,18 +9,6 @@ from nanotrain.errors import DataError
 from nanotrain.system import usable_cores
 
 _BPE = "bpe:"
-# Flags of Megatron-LM's `tools/preprocess_data.py`, with what to write here.
-PREPROCESS_DATA = {
-    "--output-prefix": "--output PREFIX",
-    "--json-keys": "--text-column NAME",
-    "--tokenizer-model": "--tokenizer NAME",
-    "--tokenizer-type": "--tokenizer NAME alone, its files determine the type",
-    "--vocab-file": "--tokenizer FOLDER with that file",
-    "--merge-file": "--tokenizer FOLDER with that file",
-    "--partitions": "--workers N alone",
-    "--dataset-impl": "nothing, the format is .bin/.idx",
-    "--log-interval": "nothing, progress is shown",
-}
 
 
 @dataclass(frozen=True)

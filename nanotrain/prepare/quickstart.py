@@ -69,7 +69,11 @@ def prepare_quickstart(
                     _build(building / "corpus", vocab_size, progress=progress)
                     if cached is not None:
                         keep(building, cached)
-                _rename(building, prefix.parent)
+                try:
+                    building.rename(prefix.parent)
+                except OSError:
+                    if not idx_path(prefix).is_file():  # else another process was first, and its corpus is equal
+                        raise
         finally:
             remove_folder(building)
     return QuickStart(prefix, tokenizer_path(prefix) / "tokenizer.json", read_info(prefix).vocab_size)
@@ -121,24 +125,16 @@ def _build(prefix: Path, vocab_size: int, *, progress: Callable[[str], None]) ->
     size = sum(map(len, texts)) / 1e6
     progress(f"quick start: training a BPE of {vocab_size} tokens on {len(texts)} library files, {size:.0f} MB")
     tokenizer = train_bpe(texts, vocab_size)
+    assert tokenizer.eod is not None, "train_bpe adds an end-of-document token"
     progress("quick start: tokenizing")
-    eod = [] if tokenizer.eod is None else [tokenizer.eod]
     with TokenWriter(prefix, smallest_dtype(tokenizer.vocab_size)) as writer:
         for first in range(0, len(texts), _ENCODE_BATCH):
             for ids in tokenizer.encode_batch(texts[first : first + _ENCODE_BATCH]):
-                writer.add_document([*ids, *eod])
+                writer.add_document([*ids, tokenizer.eod])
         saved = tokenizer.save(tokenizer_path(prefix))
         info = CorpusInfo(saved, tokenizer.vocab_size, tokenizer.eod, writer.num_documents, writer.num_tokens)
         write_info(prefix, info)
     progress(f"quick start: {info.tokens:,} tokens in {prefix.parent.parent}")
-
-
-def _rename(building: Path, folder: Path) -> None:
-    try:
-        building.rename(folder)
-    except OSError:
-        if not idx_path(folder / "corpus").is_file():  # else another process was first, and its corpus is equal
-            raise
 
 
 def user_cache(kind: str) -> Path:
@@ -147,15 +143,10 @@ def user_cache(kind: str) -> Path:
 
 
 def fetch(cached: Path, target: Path) -> bool:
-    """Copy a cached folder into an existing one; whether it was there. A partial copy is removed."""
-    if not cached.is_dir():
-        return False
-    before = set(target.iterdir())
+    """Copy a cached folder into an existing one; whether all of it was there. A partial copy may be left."""
     try:
         shutil.copytree(cached, target, dirs_exist_ok=True)
-    except (OSError, shutil.Error):
-        for path in set(target.iterdir()) - before:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    except OSError:  # shutil.Error too
         return False
     return True
 
@@ -167,5 +158,5 @@ def keep(folder: Path, cached: Path) -> None:
         cached.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(folder, partial, ignore=shutil.ignore_patterns(MARKER))
         partial.rename(cached)
-    except (OSError, shutil.Error):
+    except OSError:
         shutil.rmtree(partial, ignore_errors=True)

@@ -89,18 +89,14 @@ def _read_lines(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
 def _text_of_line(line: bytes, column: str, *, file: str, begin: int) -> str:
     try:
         row = parse_json(line, allow_nan=True)
+        if not isinstance(row, dict):
+            raise ValueError(f"it is {KINDS.get(type(row), type(row).__name__)}")
     except ValueError as error:
         raise DataError(
-            f"{file} line {_line_number(file, begin)} is no JSON",
-            why=str(error),
-            fix="a .jsonl file holds one JSON object per line; correct or remove the line",
-        ) from None
-    if not isinstance(row, dict):
-        raise DataError(
             f"{file} line {_line_number(file, begin)} is no JSON object",
-            why=f"it is a {type(row).__name__}",
-            fix='write each document as {"text": "..."}',
-        )
+            why=str(error),
+            fix='write each document as {"text": "..."}, or remove the line',
+        ) from None
     if isinstance(row.get(column), str):
         return str(row[column])
     return pick_text(row, column, source=f"{file} line {_line_number(file, begin)}")

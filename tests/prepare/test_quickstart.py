@@ -135,7 +135,6 @@ def test_a_cache_that_cannot_be_used_is_an_empty_one(tmp_path: Path) -> None:
     broken = filled(tmp_path / "broken")
     (broken / "sub" / "gone").symlink_to(tmp_path / "absent")
     assert not fetch(broken, target)
-    assert list(target.iterdir()) == []
 
 
 def test_the_corpus_is_built_once_for_two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
