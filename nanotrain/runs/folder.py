@@ -18,28 +18,22 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 from nanotrain.errors import EnvironmentFault
-from nanotrain.runs.files import reason, write_text
+from nanotrain.runs.files import disk_errors, reason, write_text
 from nanotrain.runs.lock import LOCK_NAME
 
 _PROBE = b"this process can write here"
 _FIX = "choose another folder with --run-dir, or free space"
 _MARKS = (LOCK_NAME, "checkpoints")  # a folder with one of them is a run's
 # Replaced or appended to by a run.
-_WRITTEN = (
-    "config.yaml",
-    "environment.json",
-    "metrics.jsonl",
-    "metrics-superseded.jsonl",
-    "samples.jsonl",
-    "report.html",
-)
+_ROWS = ("metrics.jsonl", "metrics-superseded.jsonl", "samples.jsonl")
+_WRITTEN = ("config.yaml", "environment.json", "report.html", *_ROWS)
 REPORTED_PACKAGES = ("nanotrain", "torch", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
 
 
@@ -86,11 +80,8 @@ class RunFolder:
             EnvironmentFault: it cannot be created or written.
         """
         self.check_writable()
-        try:
+        with disk_errors(self.path, fix=_FIX):
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            why = reason(error, self.path)
-            raise EnvironmentFault(f"the run folder {self.path} cannot be written", why=why, fix=_FIX) from None
 
     def require_own(self) -> None:
         """Check that the run replaces no foreign file: a folder without a run must have none of its file names.
@@ -108,20 +99,20 @@ class RunFolder:
                     fix="choose another folder with --run-dir, or move the file",
                 )
 
-    def write_description(self, config_yaml: str, facts: Mapping[str, Any], *, secrets: Sequence[str] = ()) -> None:
+    def write_description(self, config_yaml: str, facts: Mapping[str, Any], *, secret: str | None = None) -> None:
         """Write config.yaml, and environment.json with `facts` of the live run (device, world size).
 
         Args:
             config_yaml: the text of config.yaml.
-            facts: more of environment.json.
-            secrets: texts to hide in the command line.
+            facts: further entries of environment.json.
+            secret: text that is hidden in the command line.
 
         Raises:
             EnvironmentFault: the disk is full or the folder cannot be written.
         """
         write_text(self.path / "config.yaml", config_yaml)
         environment = {
-            "command": [_hidden(word, secrets) for word in sys.argv],
+            "command": [word.replace(secret, "(hidden)") if secret else word for word in sys.argv],
             "python": platform.python_version(),
             "platform": platform.platform(),
             "packages": {name: _version(name) for name in REPORTED_PACKAGES},
@@ -135,9 +126,9 @@ def check_writable(path: Path, *, name: str, fix: str) -> None:
     """Check that a folder can be written, or created in the nearest folder that exists; nothing is left behind.
 
     Args:
-        path: of the folder.
-        name: what it is, for the error.
-        fix: what to do if it cannot.
+        path: the folder.
+        name: description of the folder, for the error.
+        fix: what to do if the folder cannot be written.
 
     Raises:
         EnvironmentFault: it cannot be created or written.
@@ -150,13 +141,6 @@ def check_writable(path: Path, *, name: str, fix: str) -> None:
     except OSError as error:
         why = reason(error, path, needed=len(_PROBE))
         raise EnvironmentFault(f"{name} {path} cannot be written", why=why, fix=fix) from None
-
-
-def _hidden(word: str, secrets: Sequence[str]) -> str:
-    """A word of the command line without the secrets in it."""
-    for secret in secrets:
-        word = word.replace(secret, "(hidden)")
-    return word
 
 
 def _version(package: str) -> str | None:

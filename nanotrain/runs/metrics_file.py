@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nanotrain.errors import EnvironmentFault
-from nanotrain.runs.files import FolderVanished, disk_fault, open_append, write_all, write_bytes
+from nanotrain.runs.files import OTHER_FOLDER, disk_errors, disk_fault, open_append, write_all, write_bytes
 from nanotrain.untrusted import LARGEST, read_file
 
 
@@ -51,32 +51,24 @@ class MetricsFile:
         except OSError as error:
             raise disk_fault(error, self.path, needed=len(line)) from None
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._file.closed
-
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
     def _require_same_file(self) -> None:
-        if not self.path.parent.is_dir():
-            raise FolderVanished(
-                f"the run folder {self.path.parent} does not exist any more",
-                why="it was removed or renamed, or its disk is gone, while the run trained",
-                fix="start the run again with a folder that stays; nothing more was written",
-            )
-        opened, present = os.fstat(self._file.fileno()), None
-        if self.path.exists():
-            present = os.stat(self.path)
-        if present is None or (present.st_dev, present.st_ino) != (opened.st_dev, opened.st_ino):
-            what = "removed" if present is None else "replaced"
-            raise EnvironmentFault(
-                f"{self.path} was {what} by another process",
-                why="two jobs in one run folder overwrite each other's files",
-                fix="end the other job, then start this one again; it resumes from its newest checkpoint",
-            )
+        try:
+            if os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path)):
+                return
+            what = "replaced"
+        except FileNotFoundError:
+            if not self.path.parent.is_dir():
+                raise
+            what = "removed"
+        raise EnvironmentFault(
+            f"{self.path} was {what} by another process",
+            why="two jobs in one run folder overwrite each other's files",
+            fix="end the other job, then start this one again; it resumes from its newest checkpoint",
+        )
 
 
 def set_aside_after(path: Path, step: int) -> None:
@@ -101,12 +93,9 @@ def set_aside_after(path: Path, step: int) -> None:
     if not superseded:
         return
     aside = path.with_name("metrics-superseded.jsonl")
-    with open_append(aside) as file:
-        try:
-            write_all(file, b"".join(superseded))
-            os.fsync(file.fileno())
-        except OSError as error:
-            raise disk_fault(error, aside, needed=len(content)) from None
+    with open_append(aside) as file, disk_errors(aside, needed=len(content), fix=OTHER_FOLDER):
+        write_all(file, b"".join(superseded))
+        os.fsync(file.fileno())
     write_bytes(path, b"".join(kept))
 
 

@@ -85,8 +85,7 @@ def describe(run: Run, *, planned: MemoryPlan | None) -> None:
         "memory": asdict(planned) if planned else None,
         "origins": dict(inputs.origins),
     }
-    secrets = [config.train.notify] if config.train.notify else []
-    inputs.folder.write_description(to_yaml(config), facts, secrets=secrets)
+    inputs.folder.write_description(to_yaml(config), facts, secret=config.train.notify)
     width = max(shutil.get_terminal_size().columns if sys.stderr.isatty() else MAX_WIDTH, MIN_WIDTH)
     attention = str(AttentionChoice.of(config, AttentionDevice.of(context.device)))
     log.info("%s", header(run.plan, inputs, device=name, attention=attention, width=width))

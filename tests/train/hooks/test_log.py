@@ -166,7 +166,7 @@ def test_after_an_error_the_file_is_closed_and_the_bar_is_gone(tmp_path, monkeyp
     assert log._console.is_terminal
     with small_run(tmp_path, "--train-iters", "9") as run, pytest.raises(RuntimeError):
         train(run, log, Failing(2))
-    assert log._metrics.closed
+    assert log._metrics._file.closed
     assert not log._progress.live.is_started
 
 
