@@ -24,14 +24,6 @@ from nanotrain.data.batch import Sample, SampleDataset
 
 
 @dataclass(frozen=True)
-class BlendIndex:
-    """The source of one sample of the blend."""
-
-    dataset: int  # index of the blended dataset
-    sample: int  # sample index in that dataset
-
-
-@dataclass(frozen=True)
 class _Node:
     share: Fraction
     left: "_Node | int"
@@ -42,16 +34,23 @@ class _Node:
         return (2 * visits * share.numerator + share.denominator) // (2 * share.denominator)
 
 
-def plan_blend(weights: Sequence[Fraction]) -> "_Node | int":
-    """The tree of a blend, for `locate`, from one weight above 0 per dataset; they need not sum to 1."""
-    return _split(range(len(weights)), weights)
+def plan_blend(weights: Sequence[Fraction], first: int = 0) -> "_Node | int":
+    """The tree of a blend, for `locate`, from one weight above 0 per dataset; they need not sum to 1.
+
+    The datasets are numbered from `first`.
+    """
+    if len(weights) == 1:
+        return first
+    middle = len(weights) // 2
+    left, right = weights[:middle], weights[middle:]
+    return _Node(Fraction(sum(left)) / sum(weights), plan_blend(left, first), plan_blend(right, first + middle))
 
 
-def locate(tree: "_Node | int", index: int) -> BlendIndex:
+def locate(tree: "_Node | int", index: int) -> tuple[int, int]:
     """The dataset and sample index of sample `index` of the blend.
 
     >>> tree = plan_blend([Fraction(2), Fraction(1)])
-    >>> [locate(tree, n).dataset for n in range(6)]
+    >>> [locate(tree, n)[0] for n in range(6)]
     [0, 1, 0, 0, 1, 0]
     """
     while isinstance(tree, _Node):
@@ -60,7 +59,7 @@ def locate(tree: "_Node | int", index: int) -> BlendIndex:
             tree, index = tree.left, num_left
         else:
             tree, index = tree.right, index - num_left
-    return BlendIndex(tree, index)
+    return tree, index
 
 
 def count_visits(tree: "_Node | int", visits: int) -> dict[int, int]:
@@ -110,8 +109,8 @@ class BlendedDataset:
         self._read_before = [[0] * len(self.datasets)]  # by stage and source: samples read in earlier stages
         for stage, tree, end in zip(stages, self._trees, self._starts[1:], strict=False):
             read = list(self._read_before[-1])
-            for place, count in count_visits(tree, end - stage.start).items():
-                read[stage.sources[place]] += count
+            for dataset, count in count_visits(tree, end - stage.start).items():
+                read[stage.sources[dataset]] += count
             self._read_before.append(read)
 
     @classmethod
@@ -137,13 +136,9 @@ class BlendedDataset:
         """The source of sample `index` >= 0 and the sample index in it."""
         number = self._stage_index(index)
         stage = self.stages[number]
-        found = locate(self._trees[number], index - stage.start)
-        source = stage.sources[found.dataset]
-        return source, self._read_before[number][source] + found.sample
-
-    def source_of(self, index: int) -> int:
-        """The source of sample `index` >= 0."""
-        return self.locate(index)[0]
+        dataset, sample = locate(self._trees[number], index - stage.start)
+        source = stage.sources[dataset]
+        return source, self._read_before[number][source] + sample
 
     def __getitem__(self, index: int) -> Sample:
         """Sample `index` >= 0; indices continue after an epoch."""
@@ -152,13 +147,3 @@ class BlendedDataset:
 
     def _stage_index(self, index: int) -> int:
         return bisect_right(self._starts, index) - 1
-
-
-def _split(datasets: Sequence[int], weights: Sequence[Fraction]) -> "_Node | int":
-    if len(datasets) == 1:
-        return datasets[0]
-    middle = len(datasets) // 2
-    left, right = datasets[:middle], datasets[middle:]
-    left_weight, right_weight = (sum(weights[dataset] for dataset in side) for side in (left, right))
-    share = Fraction(left_weight) / (left_weight + right_weight)
-    return _Node(share, _split(left, weights), _split(right, weights))

@@ -158,20 +158,18 @@ def _check_samples(name: str, datasets: Sequence[GPTDataset], *, proportions: st
 def _too_few_tokens(name: str, dataset: GPTDataset, *, proportions: str) -> DataError:
     corpus, tokens = dataset.corpus, dataset.stop - dataset.start
     why = f"a sample needs seq_length + 1 = {dataset.config.seq_length + 1}"
-    cures = ["turn validation off with --eval-interval 0"] if name == "valid" else []
-    if tokens == corpus.num_tokens:
-        cures = ["give a longer corpus", *cures]
-    else:
+    cures = ["give a longer corpus"]
+    if tokens < corpus.num_tokens:
         documents = count_of(corpus.num_documents, "document")
         why = f"{why}; --split {proportions} divides the corpus's {documents} ({count_of(corpus.num_tokens, 'token')})"
         several = "prepare the text as several documents"  # one is not divided
-        cures = [several if corpus.num_documents == 1 else f"give {name} a larger share of --split", *cures]
-    if tokens > 1:
-        cures.append("lower --seq-length")
+        cures = [several if corpus.num_documents == 1 else f"give {name} a larger share of --split"]
+    cures += ["turn validation off with --eval-interval 0"] if name == "valid" else []
+    cures += ["lower --seq-length"] if tokens > 1 else []
     return DataError(
         f"the {name} split of {corpus.prefix} has {count_of(tokens, 'token')}, too few for one sample",
         why=why,
-        fix=", or ".join([", ".join(cures[:-1]), cures[-1]] if len(cures) > 1 else cures),
+        fix=", or ".join(cures),
     )
 
 

@@ -15,7 +15,7 @@ A window crosses document boundaries. The `.idx` stores them, so no tokenizer is
 
 import hashlib
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -68,18 +68,18 @@ class GPTDataset:
         first = self.start + window * seq_length
         ids = self.corpus.read(first, first + seq_length + 1).astype(np.int64)
         self._check_vocabulary(ids, first)
-        if not (config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss):
-            return Sample(ids[:-1], ids[1:], loss_mask=np.ones(seq_length, dtype=np.float32))
-        starts = self.corpus.document_starts(first + 1, first + seq_length + 1) - first
-        return self._with_documents(ids, starts)
+        return self._sample(ids, first)
 
-    def _with_documents(self, ids: np.ndarray, starts: np.ndarray) -> Sample:
-        """Add masks and positions for documents that start at `starts`, positions in (0, S] of the window.
+    def _sample(self, ids: np.ndarray, first: int) -> Sample:
+        """A sample of S + 1 tokens from `first` of the stream on, with the masks and positions of its documents.
 
         A document that started before the window counts from the window's start, as in Megatron-LM, so positions
         stay below S.
         """
         config, seq_length = self.config, self.config.seq_length
+        starts = np.zeros(0, dtype=np.int64)  # positions in (0, S] at which documents start
+        if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
+            starts = self.corpus.document_starts(first + 1, min(first + seq_length + 1, self.stop)) - first
         loss_mask = np.ones(seq_length, dtype=np.float32)
         if config.eod_mask_loss:
             loss_mask[starts - 1] = 0.0
@@ -130,7 +130,7 @@ class AllWindows(GPTDataset):
         Raises:
             DataError: the window holds a token id outside the vocabulary.
         """
-        config, seq_length = self.config, self.config.seq_length
+        seq_length = self.config.seq_length
         first = min(self.start + index * seq_length, self.stop)
         last = min(first + seq_length + 1, self.stop)
         ids, count = np.zeros(0, dtype=np.int64), last - first
@@ -138,13 +138,9 @@ class AllWindows(GPTDataset):
             ids = self.corpus.read(first, last).astype(np.int64)
             self._check_vocabulary(ids, first)
         ids = np.pad(ids, (0, seq_length + 1 - count))
-        sample = Sample(ids[:-1], ids[1:], loss_mask=np.ones(seq_length, dtype=np.float32))
-        if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
-            starts = self.corpus.document_starts(first + 1, last) - first
-            sample = self._with_documents(ids, starts)
-        mask = sample.loss_mask.copy()
-        mask[max(0, count - 1) :] = 0.0
-        return replace(sample, loss_mask=mask)
+        sample = self._sample(ids, first)
+        sample.loss_mask[max(0, count - 1) :] = 0.0
+        return sample
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ windows of 2048 tokens), and it needs no file position. The `.idx` is memory-map
 import os
 from bisect import bisect_left, bisect_right
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +29,7 @@ from nanotrain.quantities import count_of
 # are checked, and those of each window when it is read.
 _CHECK_ALL = 1_000_000
 _CHECK_SOME = 4096
+_AGAIN = "copy or prepare the corpus again"
 _SHOWN = 4  # pairs that are named where one is missing
 
 
@@ -47,7 +47,7 @@ class IndexedTokens:
         self.prefix = Path(prefix)
         self.bin_file, idx_file = bin_path(self.prefix), idx_path(self.prefix)
         if not (idx_file.is_file() and self.bin_file.is_file()):
-            raise missing_pair(self.prefix)
+            raise _missing_pair(self.prefix)
         header = read_header(idx_file)
         self.dtype = header.dtype
         self.num_sequences = header.num_sequences
@@ -63,7 +63,7 @@ class IndexedTokens:
         self._lengths = columns[:lengths_end].view("<i4")
         self._pointers = columns[lengths_end:pointers_end].view("<i8")
         self._documents = columns[pointers_end:].view("<i8")
-        self._check_documents(idx_file)
+        self._check_documents()
         self._check_size()
 
     def __reduce__(self) -> tuple[type, tuple[Path]]:
@@ -152,8 +152,7 @@ class IndexedTokens:
             os.close(self._descriptor)
 
     def _pread(self, offset: int, count: int) -> np.ndarray:
-        num_bytes = count * self.dtype.itemsize
-        data = os.pread(self._descriptor, num_bytes, offset)
+        num_bytes, data = count * self.dtype.itemsize, b""
         while len(data) < num_bytes:
             more = os.pread(self._descriptor, num_bytes - len(data), offset + len(data))
             if not more:
@@ -165,13 +164,12 @@ class IndexedTokens:
             data += more
         return np.frombuffer(data, dtype=self.dtype)
 
-    def _check_documents(self, idx_file: Path) -> None:
+    def _check_documents(self) -> None:
         ends = [int(self._documents[i]) for i in (0, -1)] if len(self._documents) > 1 else []
         if ends != [0, self.num_sequences]:
-            raise DataError(
-                f"{idx_file} has document indices that run over {ends or 'nothing'}",
+            raise self._damaged(
+                f"its document indices run over {ends or 'nothing'}",
                 why=f"they must begin with 0 and end with the number of sequences, {self.num_sequences}",
-                fix="prepare the corpus again",
             )
         every = self.num_documents <= _CHECK_ALL
         count = self.num_documents if every else _CHECK_SOME
@@ -182,17 +180,16 @@ class IndexedTokens:
         falls = self._documents[documents + 1] < self._documents[documents]
         if falls.any():
             document = int(documents[falls.argmax()])
-            first, after = (int(self._documents[number]) for number in (document, document + 1))
-            raise DataError(
-                f"{idx_path(self.prefix)} is damaged: document {document} begins with sequence {first}",
+            first, after = self._documents[document : document + 2]
+            raise self._damaged(
+                f"document {document} begins with sequence {first}",
                 why=f"the next one begins with sequence {after}, which is earlier",
-                fix="copy or prepare the corpus again",
             )
 
     def _check_size(self) -> None:
         if self._offsets is None:
             return
-        lengths, fix = self._lengths.astype(np.int64), "copy or prepare the corpus again"
+        lengths = self._lengths.astype(np.int64)
         for name, bad in (
             ("a negative length", lengths < 0),
             ("a negative pointer", self._pointers < 0),
@@ -200,35 +197,36 @@ class IndexedTokens:
         ):
             if bad.any():
                 sequence = int(bad.argmax())
-                what = f"{idx_path(self.prefix)} is damaged: sequence {sequence} has {name}"
                 why = f"its length is {lengths[sequence]} (tokens), its pointer {self._pointers[sequence]} bytes"
-                raise DataError(what, why=why, fix=fix)
+                raise self._damaged(f"sequence {sequence} has {name}", why=why)
         needed = int(lengths.sum()) * self.dtype.itemsize
         if needed != self._file_bytes:
             raise DataError(
                 f"{self.bin_file} has {self._file_bytes} bytes where its index asks for {needed}",
                 why=f"{count_of(self.num_sequences, 'sequence')} of {self.dtype.name} tokens; the copy is incomplete, "
                 "or the .idx belongs to another .bin",
-                fix=fix,
+                fix=_AGAIN,
             )
         order = np.lexsort((lengths, self._pointers))  # as stored: sequences may lie in any order
         starts = self._pointers[order]
         ends = starts + lengths[order] * self.dtype.itemsize
         if starts[0] != 0 or not np.array_equal(starts[1:], ends[:-1]):
             sequence = int(order[(starts != np.concatenate(([0], ends[:-1]))).argmax()])
-            what = f"{idx_path(self.prefix)} is damaged: its sequences overlap or leave gaps at sequence {sequence}"
-            raise DataError(what, why="every token of the .bin belongs to one sequence", fix=fix)
+            what = f"its sequences overlap or leave gaps at sequence {sequence}"
+            raise self._damaged(what, why="every token of the .bin belongs to one sequence")
 
     def _check_window(self, first: int, last: int) -> None:
         if not self._are_adjacent(np.arange(first, min(last, self.num_sequences - 1))):
-            raise DataError(
-                f"{self.prefix} has pointers out of order near sequence {first}",
-                why="the pointers checked on opening are contiguous, these are not, so offsets would be wrong",
-                fix="write the corpus again with sequences in file order",
+            raise self._damaged(
+                f"its pointers are out of order near sequence {first}",
+                why="those checked on opening are contiguous, these are not, so offsets would be wrong",
             )
 
+    def _damaged(self, what: str, *, why: str) -> DataError:
+        return DataError(f"{idx_path(self.prefix)} is damaged: {what}", why=why, fix=_AGAIN)
 
-def missing_pair(prefix: Path) -> DataError:
+
+def _missing_pair(prefix: Path) -> DataError:
     """The error for a prefix of which the .bin, the .idx or both are missing: what the path is, and the command to run.
 
     --data-path story.txt       a text: prepare it
@@ -236,34 +234,18 @@ def missing_pair(prefix: Path) -> DataError:
     --data-path folder/pre      neither: the pairs in the folder, if there are any
     """
     missing, other = sorted((idx_path(prefix), bin_path(prefix)), key=Path.is_file)
-    what = f"{missing} does not exist"
-    why = "--data-path names prefixes of .bin/.idx pairs"
+    is_folder = prefix.is_dir()
+    folder = prefix if is_folder else prefix.parent
+    why, fix = f"{other.name} is missing too", "check the path, or write the pair with `nanotrain prepare`"
     if other.is_file():
-        return DataError(what, why=f"{why}; {other.name} is there", fix="check the path, or copy the missing file")
-    if prefix.is_file():
-        return DataError(what, why=f"{why}; {prefix} is a file", fix=_prepare(prefix, prefix.with_suffix("")))
-    why = f"{why}; {other.name} is missing too"
-    folder, fix = prefix.parent, "check the path, or write the pair with `nanotrain prepare --output PREFIX`"
-    if prefix.is_dir():
-        folder, fix = prefix, _prepare(prefix, prefix.with_name(prefix.name + "-tokens"))
-    if names := _pairs(folder):
-        fix = f"write --data-path {names[0]}" if len(names) == 1 else "name one of them, or several to blend them"
-        why = f"{why}; the folder {folder} has {', '.join(map(str, names))}"
-    return DataError(what, why=why, fix=fix)
-
-
-def _prepare(text: Path, output: Path) -> str:
-    """The commands that prepare a text or a folder of texts and train on it."""
-    return (
-        f"make token files: nanotrain prepare --input {text} --output {output} --tokenizer bpe:8192, "
-        f"then train with --data-path {output}"
-    )
-
-
-def _pairs(folder: Path) -> list[Path]:
-    """Prefixes of the first pairs in a folder."""
-    try:
-        found = sorted(path.with_suffix("") for path in islice(folder.glob("*.idx"), 100))
-    except OSError:  # a folder that may not be listed
-        return []
-    return [prefix for prefix in found if bin_path(prefix).is_file()][:_SHOWN]
+        why, fix = f"{other.name} is there", "check the path, or copy the missing file"
+    elif not prefix.is_file() and (pairs := [str(path.with_suffix("")) for path in sorted(folder.glob("*.idx"))]):
+        why, fix = f"the folder {folder} has {', '.join(pairs[:_SHOWN])}", f"write for example --data-path {pairs[0]}"
+    elif prefix.exists():
+        output = prefix.with_name(f"{prefix.name}-tokens") if is_folder else prefix.with_suffix("")
+        why = f"{prefix} is a {'folder' if is_folder else 'file'}"
+        fix = (
+            f"make token files: nanotrain prepare --input {prefix} --output {output} --tokenizer bpe:8192, "
+            f"then train with --data-path {output}"
+        )
+    return DataError(f"{missing} does not exist", why=f"--data-path names prefixes of .bin/.idx pairs; {why}", fix=fix)

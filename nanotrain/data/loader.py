@@ -44,15 +44,15 @@ class _BatchReader(Dataset[Any]):
         self.dataset, self.skipped_samples = dataset, skipped_samples
 
     def __getitems__(self, indices: Sequence[int]) -> Batch | NanotrainError:
+        samples = [max(index, ~index) for index in indices]  # padding is a negative index
+        positions = [sample + self.skipped_samples for sample in samples]
         try:
-            batch = collate([self._sample(index) for index in indices])
-            batch = replace(
-                batch,
-                # padding has the dropout of the sample that it repeats, so QK-clip gets no other logits
-                sample_ids=torch.tensor([max(index, ~index) for index in indices]),
-                source_ids=self._source_ids(indices),
-                is_padding=max(indices) < 0,
-            )
+            batch = collate([self._sample(*each) for each in zip(positions, indices, strict=True)])
+            sources = None
+            if isinstance(self.dataset, BlendedDataset):
+                sources = torch.tensor([self.dataset.locate(position)[0] for position in positions])
+            # padding has the dropout of the sample that it repeats, so QK-clip gets no other logits
+            batch = replace(batch, sample_ids=torch.tensor(samples), source_ids=sources, is_padding=max(indices) < 0)
         except NanotrainError as error:
             return error  # returned, not raised: torch would put the worker's traceback into the message
         if get_worker_info() is None:
@@ -67,18 +67,10 @@ class _BatchReader(Dataset[Any]):
                 fix="enlarge /dev/shm (docker run --shm-size), or set --num-workers 0",
             )
 
-    def _source_ids(self, indices: Sequence[int]) -> torch.Tensor | None:
-        if not isinstance(self.dataset, BlendedDataset):
-            return None
-        places = [(index if index >= 0 else ~index) + self.skipped_samples for index in indices]
-        return torch.tensor([self.dataset.source_of(place) for place in places])
-
-    def _sample(self, index: int) -> Sample:
-        """A sample; for a negative index the sample at `~index` without target tokens, as padding."""
-        if index >= 0:
-            return self.dataset[index + self.skipped_samples]
-        sample = self.dataset[~index + self.skipped_samples]
-        return replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
+    def _sample(self, position: int, index: int) -> Sample:
+        """A sample of the dataset; for a negative index without target tokens, as padding."""
+        sample = self.dataset[position]
+        return sample if index >= 0 else replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
 
 
 class GlobalBatchLoader:

@@ -21,17 +21,9 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 
-DTYPES: dict[int, np.dtype[Any]] = {
-    1: np.dtype("uint8"),
-    2: np.dtype("int8"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    5: np.dtype("<i8"),
-    6: np.dtype("<f8"),
-    7: np.dtype("<f4"),
-    8: np.dtype("<u2"),
-}
-CODES: dict[np.dtype[Any], int] = {dtype: code for code, dtype in DTYPES.items()}
+# By code, from 1 on.
+DTYPES = dict(enumerate(map(np.dtype, ("uint8", "int8", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")), start=1))
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 # Megatron-LM's bound, below 2**16, so that added tokens still fit.
 UINT16_VOCAB = 65500

@@ -78,7 +78,7 @@ def test_one_document_is_not_divided_and_its_cure_is_more_documents(write_corpus
 def test_a_corpus_that_is_not_divided_gets_no_advice_on_split(write_corpus: WriteCorpus) -> None:
     long, short = (str(write_corpus([np.zeros(size)], name=name)) for name, size in (("long", 40), ("short", 5)))
     for data, cure in (
-        (DataConfig(train_data_path=[long], valid_data_path=[short], seq_length=16), "give a longer corpus, turn"),
+        (DataConfig(train_data_path=[long], valid_data_path=[short], seq_length=16), "give a longer corpus, or turn"),
         (DataConfig(data_path=[short], split="1", seq_length=16), "give a longer corpus, or lower"),
     ):
         required = ["train", "valid"] if data.valid_data_path else ["train"]

@@ -107,7 +107,7 @@ def _damage(file: Path, offset: int, data: bytes) -> None:
         (".idx", 17, b"\x63", r"dtype code 99 \(unknown\)"),
         (".idx", 17, b"\x04", "has 100 bytes where its index asks for 200"),
         (".idx", 18, b"\x05", r"has 82 bytes where its header asks for 118"),
-        (".idx", 34 + 24 + 16, b"\x01", r"document indices that run over \[0, 1\]"),
+        (".idx", 34 + 24 + 16, b"\x01", r"document indices run over \[0, 1\]"),
         (".idx", 34, b"\xff" * 4, "sequence 0 has a negative length"),
         (".idx", 34 + 8 + 8, b"\x29", "sequence 1 has a pointer that is no multiple of 2"),
         (".idx", 34 + 8 + 8, b"\xff" * 8, "sequence 1 has a negative pointer"),
@@ -157,8 +157,8 @@ def test_a_path_that_is_no_prefix_says_what_it_is(write_corpus: WriteCorpus, tmp
     cures = {
         text: f"story.txt is a file; make token files: nanotrain prepare --input {text} --output .*texts/story ",
         text.parent: f"nanotrain prepare --input {text.parent} --output .*texts-tokens ",
-        prefix.parent: f"the folder .* has {prefix}; write --data-path {prefix}$",
-        prefix.with_name("corpse"): f"the folder .* has {prefix}; write --data-path {prefix}$",
+        prefix.parent: f"the folder .* has {prefix}; write for example --data-path {prefix}$",
+        prefix.with_name("corpse"): f"the folder .* has {prefix}; write for example --data-path {prefix}$",
         tmp_path / "nowhere" / "corpus": "missing too; check the path",
     }
     for path, cure in cures.items():
@@ -217,7 +217,7 @@ def test_disorder_that_the_checked_pointers_show_is_read_through_a_table(tmp_pat
 def test_disorder_between_them_is_found_when_it_is_read(tmp_path, monkeypatch) -> None:
     corpus = _large_corpus(tmp_path, monkeypatch, [0, 1, 2, 3, 7, 5, 6, 4, 8, 9])
     assert corpus.read(0, 6).tolist() == list(range(6))
-    with pytest.raises(DataError, match="pointers out of order near sequence 3"):
+    with pytest.raises(DataError, match="pointers are out of order near sequence 3"):
         corpus.read(6, 9)
 
 

@@ -86,7 +86,7 @@ def test_skipped_samples_move_samples_padding_and_their_corpora_alike() -> None:
         microbatches = next(batches)
     for batch, places in zip(microbatches, ((11, 12), (13, 11)), strict=True):  # the last one is padding
         assert batch.tokens.tolist() == [blend[place].tokens.tolist() for place in places]
-        assert batch.source_ids.tolist() == [blend.source_of(place) for place in places]
+        assert batch.source_ids.tolist() == [blend.locate(place)[0] for place in places]
     assert [batch.is_padding for batch in microbatches] == [False, False], "one of the last two samples is none"
     assert microbatches[1].loss_mask.sum(1).tolist() == [8, 0]
 

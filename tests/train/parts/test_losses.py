@@ -66,7 +66,7 @@ def by_hand(stage: Any, samples: range) -> np.ndarray:
     for index in samples:
         batch: Batch = collate([DATA[index]])
         with torch.no_grad():
-            sums[:, DATA.source_of(index)] += (float(stage(None, BatchContext(batch))), float(batch.loss_mask.sum()))
+            sums[:, DATA.locate(index)[0]] += (float(stage(None, BatchContext(batch))), float(batch.loss_mask.sum()))
     return sums
 
 
