@@ -99,10 +99,10 @@ def write_parts(job: PartJob, chunks: Iterable[tuple[int, InputChunk]], *, worke
     waiting = iter(chunks)
     try:
         with ProcessPoolExecutor(workers, context, initializer=_start_worker) as pool:
-            running = {pool.submit(_write_part, job, *numbered) for numbered in islice(waiting, workers)}
+            running = {pool.submit(_write_part, job, numbered) for numbered in islice(waiting, workers)}
             while running:
                 done, running = wait(running, return_when=FIRST_COMPLETED)
-                running |= {pool.submit(_write_part, job, *numbered) for numbered in islice(waiting, len(done))}
+                running |= {pool.submit(_write_part, job, numbered) for numbered in islice(waiting, len(done))}
                 for future in done:
                     outcome = future.result()
                     if isinstance(outcome, NanotrainError):
@@ -153,10 +153,10 @@ def _start_worker() -> None:
     exit_with_parent()
 
 
-def _write_part(job: PartJob, number: int, chunk: InputChunk) -> PartDone | NanotrainError:
+def _write_part(job: PartJob, numbered: tuple[int, InputChunk]) -> PartDone | NanotrainError:
     """Write a part in a worker process; errors are returned, as the pool would add a traceback to those raised."""
     try:
-        return _part_writer(job).write(number, chunk)
+        return _part_writer(job).write(*numbered)
     except NanotrainError as error:
         return error
     except OSError as error:
