@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from nanotrain.config.config import Config, RecomputeGranularity
+from nanotrain.config.parallel import RecomputeModule
 from nanotrain.config.schedules import batch_schedule, steps_of_samples
 from nanotrain.config.tables import read_table
 from nanotrain.errors import ConfigError
@@ -199,8 +200,11 @@ def grad_comm_dtype(config: Config, text: str) -> dict[str, Any]:
 def moe_layer_recompute(config: Config, text: str) -> dict[str, Any]:
     """Selective recomputation of MoE layers, in addition to modules that are already recomputed."""
     is_selective = config.memory.recompute_granularity is RecomputeGranularity.selective
-    modules = config.memory.recompute_modules or (["core_attn"] if is_selective else [])
-    return {"recompute_granularity": "selective", "recompute_modules": [*dict.fromkeys([*modules, "moe"])]}
+    modules = config.memory.recompute_modules or ([RecomputeModule.core_attn] if is_selective else [])
+    return {
+        "recompute_granularity": "selective",
+        "recompute_modules": [*dict.fromkeys([*modules, RecomputeModule.moe])],
+    }
 
 
 def ckpt_step(config: Config, text: str) -> dict[str, Any]:

@@ -25,6 +25,19 @@ class RecomputeGranularity(str, Enum):
     selective = "selective"
 
 
+class RecomputeModule(str, Enum):
+    core_attn = "core_attn"
+    mlp = "mlp"
+    moe = "moe"
+    layernorm = "layernorm"
+    mla_up_proj = "mla_up_proj"
+    moe_act = "moe_act"
+
+
+# their outputs are discarded by saved-tensor hooks, which a compiled graph does not call
+DISCARDED_MODULES = {"layernorm", "mla_up_proj", "moe_act"}
+
+
 class RecomputeMethod(str, Enum):
     uniform = "uniform"
     block = "block"
@@ -101,7 +114,7 @@ class MemoryConfig:
     recompute_granularity: RecomputeGranularity | None = option(None, "recompute activations: full (whole layers) or selective (the modules of recompute_modules); unset: keep all")
     recompute_method: RecomputeMethod | None = option(None, "full: uniform (groups of recompute_num_layers layers) or block (the first recompute_num_layers layers of each stage); unset: uniform")
     recompute_num_layers: int | None = option(None, "full: layers of a group (uniform) or recomputed layers of each stage (block); unset: 1", check=at_least(1))
-    recompute_modules: list[str] = option([], "selective: core_attn, mlp, moe, layernorm, mla_up_proj, moe_act; empty: core_attn")
+    recompute_modules: list[RecomputeModule] = option([], "selective: core_attn, mlp, moe, layernorm, mla_up_proj, moe_act; empty: core_attn")
     cpu_offloading: bool = option(False, "keep what the first layers save for the backward in host memory")
     cpu_offloading_num_layers: int = option(0, "cpu_offloading: layers of each stage, from the first", check=at_least(0))
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from nanotrain.config.config import Config, ParallelConfig
 from nanotrain.config.model import SoftmaxType
-from nanotrain.config.rules.layout import DISCARDED
+from nanotrain.config.parallel import DISCARDED_MODULES
 from nanotrain.parallel.pp.actions import ActionKind, PipelineShape
 from nanotrain.parallel.pp.schedules import build_schedule
 
@@ -32,7 +32,7 @@ BREAKS: dict[str, Callable[[Config], object]] = {
 # settings that compiled blocks do not support; together with an explicit --torch-compile they are errors (config/rules)
 UNSUPPORTED: dict[str, Callable[[Config], object]] = {
     "--cpu-offloading": lambda config: config.memory.cpu_offloading,
-    "--recompute-modules": lambda config: DISCARDED.intersection(config.memory.recomputed_modules),
+    "--recompute-modules": lambda config: DISCARDED_MODULES.intersection(config.memory.recomputed_modules),
     "--debug-nan": lambda config: config.train.debug_nan,
 }
 

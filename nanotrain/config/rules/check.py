@@ -6,14 +6,9 @@ check_layout          the model against its parallel layout
 validate_for_world    the rules that need the world size
 """
 
-from collections.abc import Iterable
-
 from nanotrain.config.config import Config
 from nanotrain.config.notation import read_stages
-from nanotrain.config.rules.layout import LAYOUT_RULES, MEMORY_RULES
-from nanotrain.config.rules.model import HEAD_RULES, MLA_RULES, MOE_RULES, POSITION_RULES
-from nanotrain.config.rules.rule import Rule, check_rules, contradictions
-from nanotrain.config.rules.run import FP8_LAYOUT_RULES, RUN_RULES
+from nanotrain.config.rules.rule import check_rules, contradictions
 from nanotrain.config.schedules import batch_schedule, global_batch_size, length_schedule, num_microbatches
 from nanotrain.errors import ConfigError, ErrorCollector
 from nanotrain.quantities import count_of
@@ -35,8 +30,8 @@ def collect_errors(
     Rules on the fields `unreadable`, by unique name, are left out.
     """
     if config.is_model_known:  # else it is checked once it is complete
-        check_rules(config, model_rules(config), errors=errors, unreadable=unreadable)
-    check_rules(config, (*RUN_RULES, *contradictions("run")), errors=errors, unreadable=unreadable)
+        check_rules(config, contradictions("model"), errors=errors, unreadable=unreadable)
+    check_rules(config, contradictions("run"), errors=errors, unreadable=unreadable)
     if unreadable.isdisjoint(BATCH_FIELDS):
         with errors:
             check_batches(config, 1)
@@ -47,39 +42,22 @@ def collect_errors(
         with errors:
             read_stages(config.data.stages, config.train.train_iters)
     if to_train and config.is_model_known:
-        check_rules(config, layout_rules(config), errors=errors, unreadable=unreadable)
-
-
-def model_rules(config: Config) -> tuple[Rule, ...]:
-    """The rules for this kind of attention and MLP."""
-    attention = MLA_RULES if config.model.multi_latent_attention else HEAD_RULES
-    return (
-        *contradictions("model"),
-        *attention,
-        *POSITION_RULES,
-        *(MOE_RULES if config.model.moe is not None else ()),
-    )
+        check_rules(config, contradictions("layout"), errors=errors, unreadable=unreadable)
 
 
 def check_model(config: Config) -> None:
     """Check the model section; raises all broken rules in one ConfigError."""
-    _check_table(config, model_rules(config))
+    _check_table(config, "model")
 
 
 def check_layout(config: Config) -> None:
     """Check that the parallel layout and recomputation fit the model; raises all broken rules in one ConfigError."""
-    _check_table(config, layout_rules(config))
+    _check_table(config, "layout")
 
 
-def layout_rules(config: Config) -> tuple[Rule, ...]:
-    """The rules for layouts and recomputation, and for the sizes of fp8 matrices where there are any."""
-    has_fp8 = config.precision.fp8 is not None
-    return (*LAYOUT_RULES, *MEMORY_RULES, *contradictions("layout"), *(FP8_LAYOUT_RULES if has_fp8 else ()))
-
-
-def _check_table(config: Config, rules: Iterable[Rule]) -> None:
+def _check_table(config: Config, group: str) -> None:
     errors = ErrorCollector()
-    check_rules(config, rules, errors=errors)
+    check_rules(config, contradictions(group), errors=errors)
     errors.raise_errors()
 
 

@@ -14,7 +14,8 @@ from functools import cache
 
 from nanotrain.config.config import Config
 from nanotrain.config.option import Entry
-from nanotrain.config.rules.rule import Values, holds
+from nanotrain.config.rules.rule import holds
+from nanotrain.config.rules.sizes import Values
 from nanotrain.config.schema import (
     ENTRIES,
     KEYS,

@@ -31,7 +31,7 @@ def test_the_defaults_break_no_rule():
         ({"micro_batch_size": 4, "global_batch_size": 6}, "a global batch of 6 samples cannot be split"),
         (
             {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.1},
-            "cosine has no start or no end: start_weight_decay is 0.1, end_weight_decay is None",
+            "cosine has no start or no end: start_weight_decay is 0.1, end_weight_decay is unset",
         ),
         (
             {"weight_decay_incr_style": "linear", "start_weight_decay": 0.2, "end_weight_decay": 0.1},

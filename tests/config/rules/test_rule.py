@@ -5,7 +5,8 @@ import re
 import pytest
 
 from nanotrain.config.config import Config
-from nanotrain.config.rules.rule import Rule, Values, check_rules
+from nanotrain.config.rules.rule import Rule, check_rules
+from nanotrain.config.rules.sizes import Values
 from nanotrain.config.schema import ENTRIES
 from nanotrain.config.tables import read_table
 from nanotrain.errors import ConfigErrors, ErrorCollector
@@ -20,21 +21,21 @@ def test_values_have_fields_by_name_and_derived_sizes():
 
 
 def test_all_broken_rules_are_collected_with_their_numbers():
-    small = Rule(lambda v: v.lr < 1, "lr is {lr:g}", "it is small", lambda v: f"set --lr {v.lr * 10:g}")
-    short = Rule(lambda v: True, "{train_iters} steps", "too few", "train longer")
-    fine = Rule(lambda v: False, "never", "never", "never")
+    small = Rule("lr is below 1", "lr is {lr:g}", "it is small", "set --num-layers {num_layers:multiple of 3}")
+    short = Rule("train_iters is 100", "{train_iters:# step|is} few", "one epoch has more", "train longer")
+    fine = Rule("lr is above 1", "never", "never", "never")
     errors = ErrorCollector()
     check_rules(Config(), (small, short, fine), errors=errors)
     assert [str(error) for error in errors.errors] == [
-        "lr is 0.0003: it is small; set --lr 0.003",
-        "100 steps: too few; train longer",
+        "lr is 0.0003: it is small; set --num-layers 6",
+        "100 steps are few: one epoch has more; train longer",
     ]
     with pytest.raises(ConfigErrors):
         errors.raise_errors()
 
 
 def test_a_rule_on_a_field_that_could_not_be_read_is_left_out():
-    rules = [Rule(lambda v: v.head_dim, "head", "", ""), Rule(lambda v: v.lr, "{hidden_size}", "", "")]
+    rules = [Rule("head_dim is above 0", "head", "", ""), Rule("lr is above 0", "{hidden_size}", "", "")]
     for unreadable, count in ((frozenset(), 2), (frozenset({"hidden_size"}), 0), (frozenset({"lr"}), 1)):
         errors = ErrorCollector()
         check_rules(Config(), rules, errors=errors, unreadable=unreadable)
@@ -46,9 +47,10 @@ def test_contradictions_name_values_that_exist(group):
     values = Values(Config())
     for row in read_table("contradictions")[group]:
         for term in re.split(" and | or ", row["where"]):
-            name, word, bound = re.fullmatch(r"(\w+) is (?:not )?(?:(above|below) )?(.+)", term).groups()
+            pattern = r"(\w+) (?:is (?:not )?)?(?:(above|below|a multiple of|includes) )?(.+)"
+            name, word, bound = re.fullmatch(pattern, term).groups()
             choices = ENTRIES[name].choices if name in ENTRIES and not word else ()
             assert hasattr(values, name) and (not choices or set(bound.split(", ")) <= {*choices, "unset"}), term
-            assert not word or hasattr(values, bound) or float(bound), term
-        named = re.findall(r"{(\w+)", row["what"] + row["why"] + row["fix"])
+            assert word in (None, "includes") or hasattr(values, bound) or float(bound) >= 0, term
+        named = re.findall(r"{([a-z_]\w*)", row["what"] + row["why"] + row["fix"])
         assert all(hasattr(values, name) for name in named), row

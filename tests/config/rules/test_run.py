@@ -4,22 +4,22 @@ import pytest
 
 from nanotrain.config.config import Config
 from nanotrain.config.load import load_config
-from nanotrain.config.rules.rule import Values, contradictions
-from nanotrain.config.rules.run import is_split, odd_sizes
+from nanotrain.config.rules.rule import contradictions, holds
+from nanotrain.config.rules.sizes import Values
 from nanotrain.errors import ConfigError, ConfigErrors, NanotrainError
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES
 from tests.config.asking import config_of, validate
 
 
-@pytest.mark.parametrize(("text", "valid"), [("1", True), ("8,1,1", True), ("1,0", True), ("0,1", False), ("", False)])
+@pytest.mark.parametrize(("text", "valid"), [("1", True), ("8,1,1", True), ("1,0", True), ("0,1", False), (",", False)])
 def test_a_split_has_up_to_three_proportions(text, valid):
-    assert is_split(text) is valid
+    assert Values(config_of(split=text)).has_split is valid
 
 
 @pytest.mark.parametrize("text", ["1,1,1,1", "1,-1", "nan", "inf,1", "a,b"])
 def test_other_texts_are_no_split(text):
-    assert not is_split(text)
+    assert not Values(config_of(split=text)).has_split
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_what_fits_together_passes() -> None:
 def refused(**fields: object) -> list[str]:
     """The fp8 recipes that contradict some fields."""
     values = {name: Values(config_of(fp8_recipe=name, **fields)) for name in RECIPES}
-    return [name for name, each in values.items() if any(rule.is_broken(each) for rule in contradictions("run"))]
+    return [name for name, each in values.items() if any(holds(each, rule.where) for rule in contradictions("run"))]
 
 
 def test_the_recipes_with_e4m3_only_and_those_that_are_not_gathered_are_those_of_the_table() -> None:
@@ -130,7 +130,7 @@ def test_odd_sizes_are_one_error_with_their_numbers() -> None:
     ],
 )
 def test_every_matrix_of_a_rank_is_checked(fields: dict[str, object], expected: list[str]) -> None:
-    assert [name for name, _ in odd_sizes(Values(config_of(**FITTING | fields)))] == expected
+    assert [name for name, _ in Values(config_of(**FITTING | fields)).odd_sizes] == expected
 
 
 def test_fp8_means_the_hybrid_format() -> None:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from nanotrain.config.config import Config, ShardingStrategy
-from nanotrain.config.rules.rule import Values
+from nanotrain.config.rules.sizes import Values
 from nanotrain.config.rules.unused import reset_unused, unused
 from nanotrain.config.schema import ENTRIES, value_of
 from nanotrain.errors import ConfigError, ErrorCollector

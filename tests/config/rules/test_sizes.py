@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from nanotrain.config.load import load_config
 from nanotrain.config.rules.check import check_layout
-from nanotrain.config.rules.layout import longest_stage
-from nanotrain.config.rules.rule import Values
+from nanotrain.config.rules.sizes import Values
 from nanotrain.errors import ConfigError, TopologyError
 from nanotrain.spec.stages import split_layers
 from tests.config.asking import config_of, validate
@@ -218,7 +217,7 @@ def test_what_fits_breaks_no_rule(keys):
             PP2 | FULL | {"recompute_method": "uniform", "recompute_num_layers": 3},
             "the longest of 2 pipeline stages has 2 of 4 layers",
         ),
-        (modules("core_atn"), "did you mean core_attn?"),
+        (modules("core_atn"), "did you mean --recompute-modules core_attn?"),
         (modules("core_attn", "moe"), "moe has no effect: the model has no experts"),
         (modules("mla_up_proj"), "mla_up_proj has no effect: multi_latent_attention is off"),
         (modules("mlp") | EXPERTS, "mlp has no effect: every layer has experts"),
@@ -245,7 +244,7 @@ def test_the_longest_stage_is_that_of_the_split(num_layers, pp, first):
         return
     fields = {"num_layers": num_layers, "pipeline_model_parallel_size": pp, "decoder_first_pipeline_num_layers": first}
     stages = split_layers(num_layers, pp, first=first)
-    assert longest_stage(Values(config_of(**fields))) == max(len(stage.layers) for stage in stages)
+    assert Values(config_of(**fields)).longest_stage == max(len(stage.layers) for stage in stages)
 
 
 def test_the_flags_of_megatron_lm():
