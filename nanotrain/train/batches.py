@@ -6,9 +6,10 @@ a step or none does, and an error on one rank is raised on all of them.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Self
 
 import torch
 
@@ -17,6 +18,40 @@ from nanotrain.comm.group import Group
 from nanotrain.comm.work import Work
 from nanotrain.data.batch import Batch
 from nanotrain.errors import NanotrainError
+from nanotrain.optim.lr import LRSchedule
+from nanotrain.train.plans.plan import Plan
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step takes from its position in the run: functions of the samples consumed before it."""
+
+    num_samples: int = 0  # of the global batch
+    num_sequences: int = 0  # of the global batch: the same number unless samples are split
+    seq_length: int = 0  # tokens per sequence
+    hidden_shape: tuple[int, ...] = ()  # [B, S, H] of this rank's hidden states between two stages
+    rates: Mapping[str, Any] = field(default_factory=dict)  # arguments of `DistributedOptimizer.step`
+    dropout_seed: int | None = None  # None: nothing is dropped
+
+    @classmethod
+    def at(cls, consumed_samples: int, *, plan: Plan, lr_schedule: LRSchedule) -> Self:
+        """The settings of the step whose batch starts at `consumed_samples`."""
+        sampler, config, (batch_size, length, hidden_size) = plan.sampler, plan.config, plan.hidden_shape
+        num_samples = sampler.size_at(consumed_samples)
+        seq_length = sampler.length_at(consumed_samples) or config.data.seq_length
+        parts = config.data.seq_length // seq_length
+        return cls(
+            num_samples=num_samples,
+            num_sequences=num_samples * parts,
+            seq_length=seq_length,
+            hidden_shape=(batch_size * parts, length // parts, hidden_size),
+            rates={
+                "lr": lr_schedule.lr_at(consumed_samples),
+                "decoupled_lr": lr_schedule.decoupled_lr_at(consumed_samples),
+                "weight_decay": lr_schedule.weight_decay_at(consumed_samples),
+            },
+            dropout_seed=config.train.seed if config.model.has_dropout else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -26,6 +61,7 @@ class GlobalBatch:
     microbatches: tuple[Batch, ...]  # of this rank, on its device
     num_target_tokens: int  # unmasked target tokens of the global batch, over all ranks
     wait_s: float  # seconds that this rank waited for data
+    settings: StepSettings = StepSettings()  # of the step on this batch; the defaults in evaluation
     wants_save: bool = False  # whether a rank requested a save before this batch
     counts: tuple[float, ...] = ()  # numbers that `BatchOptions.counts` returns, over all ranks
     busy_s: tuple[float, ...] = ()  # by rank: seconds of the previous step in which it did not wait for other ranks
@@ -40,6 +76,7 @@ class _Vote:
     num_counts: int
     failure: NanotrainError | None  # of this rank
     wait_s: float
+    settings: StepSettings
 
 
 @dataclass(frozen=True)
@@ -51,6 +88,7 @@ class BatchOptions:
     is_ahead: bool = False  # whether to vote one step ahead
     prepare: Callable[[Batch], Batch] = lambda batch: batch  # changes a microbatch on the host as it is read
     counts: Callable[[Sequence[Batch]], list[float]] = lambda batches: []  # further numbers to sum over samples
+    settings: Callable[[], StepSettings] = StepSettings  # of the step on the batch that is read next
 
 
 class BatchIterator:
@@ -116,6 +154,7 @@ class BatchIterator:
             local,
             round(all_tokens),
             vote.wait_s,
+            vote.settings,
             wants_save=saves > 0,
             counts=tuple(counts),
             busy_s=tuple(all_busy),
@@ -131,6 +170,7 @@ class BatchIterator:
         """Read a batch and start the vote on it."""
         microbatches: list[Batch] = []
         options, start = self._options, time.perf_counter()
+        settings = options.settings()
         try:
             microbatches = [options.prepare(batch) for batch in next(self._batches)]
         except NanotrainError as error:
@@ -142,7 +182,8 @@ class BatchIterator:
         if busy_s is not None:
             all_busy[self._group.index] = busy_s
         numbers = [tokens, float(failure is not None), *flags, *counts, *all_busy]
-        return _Vote(microbatches, start_all_reduce_scalars(numbers, self._group), len(counts), failure, wait_s)
+        sums = start_all_reduce_scalars(numbers, self._group)
+        return _Vote(microbatches, sums, len(counts), failure, wait_s, settings)
 
 
 def raise_on_all(failure: NanotrainError | None, group: Group) -> None:

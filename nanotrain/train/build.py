@@ -46,7 +46,7 @@ from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.spec.params import LocalParam
-from nanotrain.train.batches import BatchIterator, BatchOptions
+from nanotrain.train.batches import BatchIterator, BatchOptions, StepSettings
 from nanotrain.train.compile import describe_compile, with_compile
 from nanotrain.train.parts.part import BuiltModel, StepParts
 from nanotrain.train.parts.table import build_parts
@@ -100,18 +100,23 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     state = _load_start(model, parts, inputs=inputs, checkpointer=checkpointer)
     state.curve_batch_size = state.curve_batch_size or plan.sampler.global_batch_size
     batches = _open_batches(model, state=state)
-    # Voting one step ahead saves time on a GPU only: on a CPU the host runs the step itself and waits just as long.
-    is_ahead = context.device.type == "cuda"
+    train_samples = _samples_of_steps(plan, state)(config.train.train_iters)
+    lr_schedule = LRSchedule(config.optim, state.curve_batch_size, train_samples)
+    options = BatchOptions(
+        # Voting one step ahead saves time on a GPU only: on a CPU the host runs the step itself and waits just as long.
+        is_ahead=context.device.type == "cuda",
+        prepare=parts.prepare,
+        counts=parts.counts,
+        settings=lambda: StepSettings.at(batches.consumed_samples, plan=plan, lr_schedule=lr_schedule),
+    )
     return Run(
         **vars(model),
         inputs=inputs,
         parts=parts,
         pipeline=build_pipeline(plan, context),
-        lr_schedule=LRSchedule(
-            config.optim, state.curve_batch_size, _samples_of_steps(plan, state)(config.train.train_iters)
-        ),
+        lr_schedule=lr_schedule,
         batches=batches,
-        batch_iterator=build_batch_iterator(batches, context, is_ahead=is_ahead, parts=parts),
+        batch_iterator=build_batch_iterator(batches, context, options=options),
         checkpointer=checkpointer,
         state=state,
         schedules=StepSchedules(plan),
@@ -235,16 +240,14 @@ def build_pipeline(plan: Plan, context: ParallelContext) -> Pipeline:
 
 
 def build_batch_iterator(
-    batches: Iterator[list[Batch]], context: ParallelContext, *, is_ahead: bool = False, parts: StepParts | None = None
+    batches: Iterator[list[Batch]], context: ParallelContext, *, options: BatchOptions | None = None
 ) -> BatchIterator:
     """Global batches for this rank: tp, cp and pp ranks read the same samples, cp ranks keep a sequence shard each."""
-    options = BatchOptions(
+    options = replace(
+        options or BatchOptions(),
         readers_per_sample=context.topology.world_size // context.group("dp").size,
         split=partial(split_batch, group=context.group("cp")),
-        is_ahead=is_ahead,
     )
-    if parts is not None:
-        options = replace(options, prepare=parts.prepare, counts=parts.counts)
     return BatchIterator(
         batches, context.group("world"), control=context.control, device=context.device, options=options
     )

@@ -125,8 +125,9 @@ class _Loop:
 
     def _report(self, output: StepOutput, batch: GlobalBatch) -> StepReport:
         run, state = self.run, self.run.state
-        first = state.consumed_samples - output.num_samples
-        length, stage = run.plan.seq_length_at(first), run.data_stage_at(first)
+        settings = output.settings
+        first = state.consumed_samples - settings.num_samples
+        length, stage = settings.seq_length, run.data_stage_at(first)
         described, before = _describe(length, stage), self._described
         for text in (text for text in described if text not in before):
             log.info("%s from step %d on, sample %d", text, state.step, first)
@@ -139,13 +140,13 @@ class _Loop:
             stopwatch=self._watch,
             data_wait_s=batch.wait_s,
             throughput=self._throughput,
-            lr=output.lr,
+            lr=settings.rates["lr"],
             peak_memory_bytes=peak_memory(run.context.device),
-            global_batch_size=output.num_samples,
+            global_batch_size=settings.num_samples,
             consumed_samples=state.consumed_samples,
             consumed_tokens=state.consumed_tokens,
             is_logged=self._is_logged(state.step),
-            decoupled_lr=output.decoupled_lr,
+            decoupled_lr=settings.rates["decoupled_lr"],
             spikes=self._spikes,
             data_stage=stage,
             seq_length=None if run.plan.sampler.lengths is None else length,

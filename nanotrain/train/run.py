@@ -4,7 +4,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -146,33 +146,9 @@ class Run(BuiltModel):
         return self.inputs.folder
 
     @property
-    def batch_size(self) -> int:
-        """Samples of the next global batch."""
-        return self.plan.sampler.size_at(self.state.consumed_samples)
-
-    @property
-    def rates(self) -> dict[str, Any]:
-        """Learning rates and weight decay of the next step, by the arguments of the optimizer's step."""
-        schedule, consumed = self.lr_schedule, self.state.consumed_samples
-        return {
-            "lr": schedule.lr_at(consumed),
-            "decoupled_lr": schedule.decoupled_lr_at(consumed),
-            "weight_decay": schedule.weight_decay_at(consumed),
-        }
-
-    @property
     def loss_scale(self) -> float | Tensor:
         """Factor of the summed loss; gradient averaging divides by its second factor, the optimizer by the first."""
         return self.optimizer.loss_scale.scale * self.plan.num_averaged_ranks
-
-    @property
-    def step_pipeline(self) -> Pipeline:
-        """The pipeline of the next step, whose sequences may be shorter than the samples."""
-        parts = self.config.data.seq_length // self.plan.seq_length_at(self.state.consumed_samples)
-        if parts == 1:
-            return self.pipeline
-        batch_size, length, hidden_size = self.plan.hidden_shape
-        return replace(self.pipeline, hidden_shape=(batch_size * parts, length // parts, hidden_size))
 
     def data_stage_at(self, consumed_samples: int) -> str | None:
         """The data stage of the batch that starts at `consumed_samples`; None without data stages."""

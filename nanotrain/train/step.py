@@ -6,7 +6,7 @@ stay on the device until they are read from `StepOutput`, which is done for the 
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any, Self
@@ -24,7 +24,7 @@ from nanotrain.optim.distributed import Update
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.pp.executor import run_schedule
 from nanotrain.topology.groups import GroupName
-from nanotrain.train.batches import GlobalBatch
+from nanotrain.train.batches import GlobalBatch, StepSettings
 from nanotrain.train.parts.part import StepParts
 from nanotrain.train.run import Run
 
@@ -39,9 +39,7 @@ class StepOutput:
     sizes: Mapping[str, int]  # numbers of each part among them, after the four of every step
     parts: StepParts
     num_tokens: int  # target tokens of the global batch
-    num_samples: int  # of the global batch
-    lr: float  # learning rate of this step
-    decoupled_lr: float | None  # learning rate of the embedding and the output layer; None where it is `lr`
+    settings: StepSettings  # learning rate and batch size of this step
 
     @classmethod
     def of(cls, run: Run, batch: GlobalBatch, *, update: Update, numbers: Mapping[str, Tensor]) -> Self:
@@ -53,9 +51,7 @@ class StepOutput:
             {name: len(own) for name, own in numbers.items()},
             run.parts,
             num_tokens=max(batch.num_target_tokens, 1),
-            num_samples=run.batch_size,
-            lr=run.rates["lr"],
-            decoupled_lr=run.rates["decoupled_lr"],
+            settings=batch.settings,
         )
 
     @property
@@ -107,16 +103,16 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
         PassStopped: a rank received a signal between microbatches. Weights and counters are those before the step, on
             every rank; the statistics of the step are not reset, as the run ends.
     """
-    scale = run.loss_scale / max(batch.num_target_tokens, 1)
-    schedule, pipeline = run.schedules.of(len(batch.microbatches)), run.step_pipeline
-    microbatches = contexts(run, batch)
+    settings, scale = batch.settings, run.loss_scale / max(batch.num_target_tokens, 1)
+    schedule, microbatches = run.schedules.of(len(batch.microbatches)), contexts(run, batch)
+    pipeline = replace(run.pipeline, hidden_shape=settings.hidden_shape)
     with reduced_grads(run):
         loss_sum = run_schedule(schedule, run.runnable, microbatches=microbatches, grad_scale=scale, pipeline=pipeline)
-    update = run.optimizer.step(**run.rates, sums=sums_of(run, loss_sum, is_logged=is_logged))
+    update = run.optimizer.step(**settings.rates, sums=sums_of(run, loss_sum, is_logged=is_logged))
     numbers = run.parts.after_update(update, update.sums[1:], is_logged=is_logged)
     run.start_param_gather()
     output = StepOutput.of(run, batch, update=update, numbers=numbers)
-    run.state.advance(samples=run.batch_size, tokens=batch.num_target_tokens)
+    run.state.advance(samples=settings.num_samples, tokens=batch.num_target_tokens)
     return output
 
 
@@ -138,9 +134,8 @@ def reduced_grads(run: Run) -> Iterator[None]:
 
 def contexts(run: Run, batch: GlobalBatch) -> list[BatchContext]:
     """The microbatches of the next step with loss scales, dropout seed and the fields of the parts."""
-    cp, fields = run.context.group("cp"), run.parts.context(batch)
-    seed = run.config.train.seed if run.config.model.has_dropout else None
-    scale = run.loss_scale / run.plan.num_sequences_at(run.state.consumed_samples)
+    cp, fields, seed = run.context.groups["cp"], run.parts.context(batch), batch.settings.dropout_seed
+    scale = run.loss_scale / batch.settings.num_sequences
     return [
         BatchContext.of(part, cp=cp, aux_loss_scale=scale, dropout_seed=seed, **fields) for part in batch.microbatches
     ]
@@ -192,7 +187,7 @@ def global_loss(loss_sum: Tensor, context: ParallelContext) -> float:
 def _once_per_tp_group(loss_sum: Tensor, context: ParallelContext) -> Tensor:
     """[1] fp64, a loss that is equal on all ranks of a tp group: zero on all but the first, so that it counts once."""
     loss = loss_sum.double()[None]
-    return loss if context.group("tp").is_first else torch.zeros_like(loss)
+    return loss if context.groups["tp"].is_first else torch.zeros_like(loss)
 
 
 def _all_reduce_coalesced(tensors: Sequence[Tensor], group: Group) -> None:

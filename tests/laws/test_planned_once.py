@@ -25,7 +25,6 @@ SCHEDULES = ("simulate", "transfers", "schedules", "zero_bubble", "interleaved")
 PLANS = ("config/model.py", *(f"parallel/pp/{name}.py" for name in SCHEDULES))
 # Files with functions that plan, and objects that a step reads.
 PLANS_AND_OBJECTS = ("topology/", "config/schema.py", "parallel/dp/layout.py", "train/plans/")
-READ = {"ModelConfig.has_dropout"}  # two fields of the configuration
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
 LAYOUTS = {
     "interleaved": ({"pp": 2, "strategy": "optim"}, VPP),
@@ -55,7 +54,7 @@ class Planned:
             if type(hashed).__module__.startswith("nanotrain.") and not isinstance(hashed, Action):
                 self.calls.append(f"hash of {type(hashed).__name__}")
         _, _, path = code.co_filename.rpartition("/nanotrain/")
-        is_plan = path.startswith(PLANS) and code.co_qualname not in READ
+        is_plan = path.startswith(PLANS)
         if is_plan or (path.startswith(PLANS_AND_OBJECTS) and _is_function(code.co_qualname)):
             self.calls.append(f"{path} {code.co_qualname}")
 

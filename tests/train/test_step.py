@@ -55,7 +55,7 @@ def test_a_gradient_that_is_not_finite_skips_the_update(tmp_path):
         held = run.optimizer.state_tensors().values()
         assert result.skipped and run.state.step == 1
         # its samples count for the schedule: the next learning rate is that of a run without skipped steps
-        assert run.state.consumed_samples == result.num_samples > 0
+        assert run.state.consumed_samples == result.settings.num_samples > 0
         assert all(torch.equal(a, b, ) or a.isnan().any() for a, b in zip(main, held, strict=True))  # fmt: skip
 
 
@@ -64,9 +64,8 @@ def test_a_step_decays_weights_by_the_value_of_its_place_in_the_run(tmp_path):
     grown = ("--weight-decay-incr-style", "linear", "--start-weight-decay", "0.25", "--end-weight-decay", "0.75")
     for number, decay in enumerate((grown, ("--weight-decay", "0.5"), ("--weight-decay", "0.25"))):
         with small_run(tmp_path / str(number), "--lr", "1e-2", "--lr-decay-style", "constant", *decay) as run:
-            batch = run.batch_iterator.next()
-            run.state.consumed_samples = run.lr_schedule.train_samples // 2
-            train_step(run, batch)
+            run.batches.consumed_samples = run.lr_schedule.train_samples // 2
+            train_step(run, run.batch_iterator.next())
             weights.append(max(run.stages[0].parameters(), key=torch.numel).detach().clone())
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 

@@ -11,6 +11,7 @@ import pytest
 from nanotrain.config.config import Config, DataConfig, ModelConfig
 from nanotrain.spec.counts import flops_per_token
 from nanotrain.spec.shape import ModelShape
+from nanotrain.train.batches import StepSettings
 from nanotrain.train.hooks.log import LogHook
 from nanotrain.train.parts.part import StepPart, StepParts
 from nanotrain.train.step import StepOutput
@@ -81,7 +82,7 @@ def test_a_report_reads_its_step_once_and_when_it_is_used():
 
     parts = StepParts({"none": StepPart(), "count": Count()}, context=None)
     sizes = {"none": 0, "count": 1}
-    output = StepOutput(Copy(), sizes, parts, num_tokens=2, num_samples=4, lr=1e-3, decoupled_lr=None)
+    output = StepOutput(Copy(), sizes, parts, num_tokens=2, settings=StepSettings())
     report = report_of(7, output=output, step_time_s=0.25, tokens_per_second=400.0, mfu=0.5)
     assert not reads
     row = report.to_json()

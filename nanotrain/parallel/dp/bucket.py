@@ -15,8 +15,8 @@ from nanotrain.comm.all_to_all import start_reduce_scatter_by_all_to_all
 from nanotrain.comm.collectives import start_all_reduce, start_reduce_scatter_into
 from nanotrain.comm.work import Work
 from nanotrain.parallel.dp.layout import BucketLayout
-from nanotrain.parallel.dp.options import DataParallelOptions, ReduceGroups, shard_of
-from nanotrain.parallel.dp.stores import GradStore, ParamStore
+from nanotrain.parallel.dp.options import DataParallelOptions, ReduceGroups
+from nanotrain.parallel.dp.stores import GradStore, ParamStore, shard_of
 
 
 class Reduction:

@@ -40,8 +40,8 @@ from nanotrain.kernels.linear import GradView, attach
 from nanotrain.parallel.dp.bucket import Bucket, Reduction
 from nanotrain.parallel.dp.fp8_weights import Fp8Weights, placeholder
 from nanotrain.parallel.dp.layout import BufferLayout
-from nanotrain.parallel.dp.options import MAX_FULL_BUCKETS, DataParallelOptions, ReduceGroups, shard_of
-from nanotrain.parallel.dp.stores import build_grads, build_params
+from nanotrain.parallel.dp.options import MAX_FULL_BUCKETS, DataParallelOptions, ReduceGroups
+from nanotrain.parallel.dp.stores import build_grads, build_params, shard_of
 from nanotrain.parallel.dp.units import (
     GatherOrder,
     UnitGather,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
-from torch import Tensor, nn
+from torch import nn
 
 from nanotrain.comm.group import Group
 from nanotrain.config.config import ParallelConfig, PrecisionConfig
@@ -55,12 +55,6 @@ class ReduceGroups:
     def outer(self) -> Group:
         """The ranks that a shard is sharded over: `replicate`, or this rank only."""
         return self.replicate if self.shards_across else Group.single_rank(self.replicate.name, self.replicate.rank)
-
-
-def shard_of(full: Tensor, group: Group) -> Tensor:
-    """View of this rank's shard of a flat tensor: the index-th of `group.size` equal slices."""
-    numel = full.numel() // group.size
-    return full[group.index * numel : (group.index + 1) * numel]
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,8 @@ class Plan:
     train_schedule: RankPlan
     valid_schedule: RankPlan  # forwards and transfers of a validation batch
     flops_per_token: int  # of the whole model, forward and backward
+    # factor of the loss that the gradient collectives divide by: the ranks of `dp_cp` if they average, else 1
+    num_averaged_ranks: int
 
     @property
     def num_microbatches(self) -> int:
@@ -107,11 +109,6 @@ class Plan:
     def data_parallel(self) -> DataParallelOptions:
         """What data parallelism shards, reduces and gathers; the run uses the same options for every buffer."""
         return DataParallelOptions.of(self.config.parallel, self.config.precision)
-
-    @property
-    def num_averaged_ranks(self) -> int:
-        """Factor of the loss that the gradient collectives divide by: the ranks of `dp_cp` if they average, else 1."""
-        return self.groups["dp_cp"].size if self.config.parallel.ddp_average_in_collective else 1
 
     def _gathered_numel(self, layout: BufferLayout) -> int:
         if self.data_parallel.num_gather_blocks:
@@ -143,15 +140,6 @@ class Plan:
     def buffers(self) -> tuple[BufferPlan, ...]:
         """The buffers of all stages of this rank."""
         return tuple(buffer for stage in self.stages for buffer in stage.buffers)
-
-    def seq_length_at(self, consumed_samples: int) -> int:
-        """Tokens per sequence of the global batch that starts at `consumed_samples`."""
-        return self.sampler.length_at(consumed_samples) or self.config.data.seq_length
-
-    def num_sequences_at(self, consumed_samples: int) -> int:
-        """Sequences of the global batch that starts at `consumed_samples`; equal to samples unless they are split."""
-        parts = self.config.data.seq_length // self.seq_length_at(consumed_samples)
-        return self.sampler.size_at(consumed_samples) * parts
 
     @property
     def hidden_shape(self) -> tuple[int, int, int]:
@@ -228,6 +216,7 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         train_schedule=plan_train_schedule(config, groups, num_microbatches=sampler.num_microbatches),
         valid_schedule=plan_rank(forward_only(pipeline), groups["pp"].index),
         flops_per_token=flops_per_token(shape, config.data.seq_length),
+        num_averaged_ranks=groups["dp_cp"].size if config.parallel.ddp_average_in_collective else 1,
     )
 
 

@@ -13,8 +13,8 @@ from nanotrain.comm.work import Work
 from nanotrain.parallel.dp import bucket as bucket_module
 from nanotrain.parallel.dp.bucket import Bucket, Reduction
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
-from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups, shard_of
-from nanotrain.parallel.dp.stores import GradPool, GradStore, ParamStore, ResidentGrads, TransientGrads
+from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups
+from nanotrain.parallel.dp.stores import GradPool, GradStore, ParamStore, ResidentGrads, TransientGrads, shard_of
 from tests.harness import ranks, run_ranks
 from tests.parallel.dp.toys import Toy, local_params
 

@@ -3,7 +3,7 @@
 import torch
 
 from nanotrain.comm.group import Group
-from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups, shard_of
+from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups
 from nanotrain.parallel.dp.stores import (
     GradPool,
     ParamStore,
@@ -11,6 +11,7 @@ from nanotrain.parallel.dp.stores import (
     TransientGrads,
     build_grads,
     build_params,
+    shard_of,
 )
 from nanotrain.precision.dtypes import Precision
 from tests.harness import ranks
