@@ -36,7 +36,7 @@ from nanotrain.train.hooks.faults import DebugNanHook, ReplicasHook
 from nanotrain.train.hooks.hook import Hook, TimeoutHook
 from nanotrain.train.hooks.log import MAX_WIDTH, MIN_WIDTH, LogHook
 from nanotrain.train.hooks.profile import ProfileHook
-from nanotrain.train.hooks.track import NotifyHook, PrometheusHook, TrackHook
+from nanotrain.train.hooks.track import TRACKERS, NotifyHook, TrackHook
 from nanotrain.train.plans.memory_plan import MemoryPlan
 from nanotrain.train.plans.plan import Plan
 from nanotrain.train.run import Run, RunInputs
@@ -144,12 +144,11 @@ def choose_hooks(config: Config, tokenizer: str | None, *, planned: PlannedPeak 
         (True, LogHook()),
         (train.debug_nan, DebugNanHook()),
         (train.check_weight_hash_across_dp_replicas_interval > 0, ReplicasHook()),
-        (train.tensorboard or train.wandb, TrackHook()),
+        (any(getattr(train, name) for name in TRACKERS), TrackHook()),
         (config.checkpoint.save, CheckpointHook()),
         (train.profile, ProfileHook()),
         (train.generate_tokens > 0, SampleHook(tokenizer)),
         (train.report, ReportHook()),
-        (train.prometheus_port is not None, PrometheusHook()),
         (train.notify is not None, NotifyHook()),
         (True, SummaryHook(planned)),
     ]

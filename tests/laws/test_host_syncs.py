@@ -10,7 +10,7 @@ from nanotrain.topology.topology import Topology
 from nanotrain.train.fit import fit
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.log import LogHook
-from nanotrain.train.hooks.track import NotifyHook, PrometheusHook, TrackHook
+from nanotrain.train.hooks.track import NotifyHook, TrackHook
 from nanotrain.train.step import train_step
 from tests.fake_world import fake_context
 from tests.harness import SHORT_NAMES, parallel_config
@@ -85,6 +85,6 @@ def test_between_two_logged_steps_no_hook_reads_what_is_on_the_device(tmp_path, 
         patch.setattr(HostCopy, "is_ready", False)
         patch.setattr(Stopwatch, "is_ready", False)
         patch.setattr(HostCopy, "read", counted)
-        fit(run, [LogHook(), TrackHook(), CheckpointHook(), NotifyHook(), PrometheusHook()])
+        fit(run, [LogHook(), TrackHook(), CheckpointHook(), NotifyHook()])
     assert reads == [3, 3, 3, 6, 6, 6, 8, 8], "every step once, and only at logged ones"
     assert [row["step"] for row in metrics_of(tmp_path)] == list(range(1, 9))

@@ -1,11 +1,10 @@
 """Metrics for other programs, on the first rank.
 
-TrackHook        experiment trackers: TensorBoard and Weights & Biases
-PrometheusHook   an endpoint with every number of metrics.jsonl, as `nanotrain_NAME{run="..."}`; it needs the package
-                 prometheus_client: `pip install 'nanotrain[prometheus]'`
-NotifyHook       a webhook: JSON messages to `train.notify` at the start and end of a run, at its failure, and at loss
-                 spikes. Slack and Mattermost show `text`. A thread sends the messages, so a slow or unreachable server
-                 neither delays a step nor ends the run.
+TrackHook    TensorBoard, Weights & Biases, and an endpoint for Prometheus with the newest numbers, as
+             `nanotrain_NAME{run="..."}`; it needs the package prometheus_client: `pip install 'nanotrain[prometheus]'`
+NotifyHook   a webhook: JSON messages to `train.notify` at the start and end of a run, at its failure, and at loss
+             spikes. Slack and Mattermost show `text`. A thread sends the messages, so a slow or unreachable server
+             neither delays a step nor ends the run.
 
     {"event": "spike", "run": "llama", "step": 120, "train_iters": 600, "loss": 9.1, "text": "llama: step 120 of ..."}
 """
@@ -13,10 +12,11 @@ NotifyHook       a webhook: JSON messages to `train.notify` at the start and end
 import json
 import math
 import netrc
-import queue
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any, Protocol
 from urllib.error import HTTPError
 from urllib.parse import urlparse
@@ -36,7 +36,6 @@ log = get_logger(__name__)
 # of NotifyHook
 TIMEOUT_S = 10.0  # of one request
 LAST_WAIT_S = 5.0  # at the end of the run, for messages that are not yet sent
-MAX_WAITING = 100  # messages; more are dropped
 QUIET_STEPS = 50  # after a message about a spike, without another
 
 
@@ -57,16 +56,7 @@ class TensorBoardTracker:
         from torch.utils.tensorboard import SummaryWriter  # takes 2 s to import
 
         folder = run.config.train.tensorboard_dir or run.folder.path / "tensorboard"
-        self._thread_hook = threading.excepthook
-        threading.excepthook = self._on_thread_error
         self._writer = SummaryWriter(str(folder), purge_step=run.state.step + 1)
-
-    def _on_thread_error(self, error: threading.ExceptHookArgs) -> None:
-        """Print no traceback of TensorBoard's writing thread, which ends: the next write raises its error again."""
-        if type(error.thread).__module__.startswith("tensorboard."):
-            threading.excepthook = self._thread_hook
-        else:
-            self._thread_hook(error)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         for name, value in values.items():
@@ -76,10 +66,7 @@ class TensorBoardTracker:
                 self._writer.add_scalar(name, value, step)
 
     def close(self, *, failed: bool) -> None:
-        try:
-            self._writer.close()
-        finally:
-            threading.excepthook = self._thread_hook
+        self._writer.close()
 
 
 class WandbTracker:
@@ -110,11 +97,43 @@ class WandbTracker:
         self._run.finish(exit_code=int(failed))
 
 
-TRACKERS: dict[str, Callable[[Run], Tracker]] = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
+class PrometheusTracker:
+    """An HTTP endpoint with the newest numbers."""
+
+    def __init__(self, run: Run) -> None:
+        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+        train, self._registry, self._run = run.config.train, CollectorRegistry(), run.folder.path.resolve().name
+        self._gauge, self._gauges = Gauge, dict[str, Gauge]()
+        self._server, _ = start_http_server(
+            train.prometheus_port or 0, addr=train.prometheus_address, registry=self._registry
+        )
+        log.info("metrics for Prometheus at http://%s:%d/metrics", train.prometheus_address, self._server.server_port)
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        for name, value in ({"step": step} | values).items():
+            if isinstance(value, list):
+                continue
+            if name not in self._gauges:
+                gauge = re.sub(r"\W", "_", f"nanotrain_{name}")
+                self._gauges[name] = self._gauge(gauge, f"{name} of the newest step", ["run"], registry=self._registry)
+            self._gauges[name].labels(self._run).set(float(value))
+
+    def close(self, *, failed: bool) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+# by the setting that enables them
+TRACKERS: dict[str, Callable[[Run], Tracker]] = {
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+    "prometheus_port": PrometheusTracker,
+}
 
 
 class TrackHook(Hook):
-    """Writes the metrics of every step to the trackers enabled by `train.tensorboard` and `train.wandb`.
+    """Writes the metrics of every step to the trackers that the `train` section enables.
 
     A tracker that fails is a warning and left out from then on: training does not depend on it.
     """
@@ -167,53 +186,6 @@ def _netrc_has(host: str | None) -> bool:
         return False
 
 
-class PrometheusHook(Hook):
-    """Serves the newest metrics. A port that is taken is a warning: training does not depend on it."""
-
-    def __init__(self) -> None:
-        self._gauges: dict[str, Any] = {}
-        self._server: Any = None
-
-    def before_training(self, run: Run) -> None:
-        if not run.context.control.is_first:
-            return
-        from prometheus_client import CollectorRegistry, start_http_server
-
-        train = run.config.train
-        self._registry, self._run = CollectorRegistry(), run.folder.path.resolve().name
-        address = f"{train.prometheus_address}:{train.prometheus_port}"
-        try:
-            self._server, _ = start_http_server(
-                train.prometheus_port or 0, addr=train.prometheus_address, registry=self._registry
-            )
-        except OSError as error:
-            log.warning("no Prometheus endpoint at %s: %s", address, error.strerror or error)
-            return
-        log.info("metrics for Prometheus at http://%s/metrics", address)
-
-    def after_read(self, run: Run, report: StepReport) -> None:
-        if self._server is None:
-            return
-        from prometheus_client import Gauge
-
-        fields = report.to_json()
-        fields |= {f"moe_{name}": value for name, value in fields.pop("moe", {}).items()}
-        for kind, norms in fields.pop("norms", {}).items():
-            fields |= {f"norms_{kind}_{group}": norm for group, norm in norms.items()}
-        for name, value in fields.items():
-            if not isinstance(value, int | float):
-                continue
-            if name not in self._gauges:
-                meaning = f"{name} of the newest step"
-                self._gauges[name] = Gauge(f"nanotrain_{name}", meaning, ["run"], registry=self._registry)
-            self._gauges[name].labels(self._run).set(float(value))
-
-    def close(self, *, failed: bool) -> None:
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-
-
 class Sender:
     """Sends messages to a URL, one after the other, in a separate thread.
 
@@ -223,23 +195,17 @@ class Sender:
 
     def __init__(self, url: str) -> None:
         self._url, self._has_failed = url, False
-        self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
+        self._waiting: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._send_all, name="notify", daemon=True)
         self._thread.start()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Hand a message to the thread; it is dropped if too many wait."""
-        try:
-            self._waiting.put_nowait(message)
-        except queue.Full:
-            self._warn("too many messages wait")
+        """Hand a message to the thread."""
+        self._waiting.put(message)
 
     def close(self, *, wait_s: float = LAST_WAIT_S) -> None:
         """Wait at most `wait_s` for messages that are not yet sent."""
-        try:
-            self._waiting.put_nowait(None)
-        except queue.Full:
-            return
+        self._waiting.put(None)
         self._thread.join(wait_s)
 
     def _send_all(self) -> None:
