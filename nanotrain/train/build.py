@@ -7,12 +7,10 @@ A stage with storage is a module on the meta device, then one `DataParallel` per
 Initial weights come from the seed; those of a checkpoint or a Hugging Face folder are read into the main params.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-
-from torch import nn
 
 from nanotrain.attention.backends import AttentionChoice, AttentionDevice
 from nanotrain.checkpoint.checkpointer import Checkpointer
@@ -22,7 +20,6 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.stop_point import StopPoint
 from nanotrain.config.config import Config
 from nanotrain.config.notation import read_stages, stage_starts
-from nanotrain.config.schedules import samples_of_steps
 from nanotrain.data.batch import Batch
 from nanotrain.data.blend import BlendedDataset
 from nanotrain.data.loader import GlobalBatchLoader
@@ -45,7 +42,6 @@ from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES
 from nanotrain.precision.loss_scale import LossScale
-from nanotrain.spec.params import LocalParam
 from nanotrain.train.batches import BatchIterator, BatchOptions, StepSettings
 from nanotrain.train.compile import describe_compile, with_compile
 from nanotrain.train.parts.part import BuiltModel, StepParts
@@ -74,7 +70,9 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     stages = {index: stage.module for index, stage in built.items()}
     data_parallel = tuple(dp for stage in built.values() for dp in stage.callbacks)
     if inputs.checkpoint is None and config.checkpoint.pretrained_checkpoint is None:
-        _init_weights(config, built)
+        for stage in built.values():
+            for dp in stage.callbacks:
+                dp.fill_params(partial(initialize, stage.module, seed=config.train.seed))
     _transform_blocks(stages.values(), config, device_type=context.device.type)
     optimizer = DistributedOptimizer(
         data_parallel,
@@ -100,15 +98,8 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     state = _load_start(model, parts, inputs=inputs, checkpointer=checkpointer)
     state.curve_batch_size = state.curve_batch_size or plan.sampler.global_batch_size
     batches = _open_batches(model, state=state)
-    train_samples = _samples_of_steps(plan, state)(config.train.train_iters)
+    train_samples = plan.samples_of(config.train.train_iters, batch_size=state.curve_batch_size)
     lr_schedule = LRSchedule(config.optim, state.curve_batch_size, train_samples)
-    options = BatchOptions(
-        # Voting one step ahead saves time on a GPU only: on a CPU the host runs the step itself and waits just as long.
-        is_ahead=context.device.type == "cuda",
-        prepare=parts.prepare,
-        counts=parts.counts,
-        settings=lambda: StepSettings.at(batches.consumed_samples, plan=plan, lr_schedule=lr_schedule),
-    )
     return Run(
         **vars(model),
         inputs=inputs,
@@ -116,7 +107,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
         pipeline=build_pipeline(plan, context),
         lr_schedule=lr_schedule,
         batches=batches,
-        batch_iterator=build_batch_iterator(batches, context, options=options),
+        batch_iterator=_build_train_iterator(batches, parts, model=model, lr_schedule=lr_schedule),
         checkpointer=checkpointer,
         state=state,
         schedules=StepSchedules(plan),
@@ -219,12 +210,6 @@ def _transform_blocks(stages: Iterable[Stage], config: Config, *, device_type: s
             layer.block_functions = transform([layer.block], transforms=WITHOUT_OFFLOAD)
 
 
-def _samples_of_steps(plan: Plan, state: TrainState) -> Callable[[int], int]:
-    """The number of samples in the first `steps` steps, at the batch size of step 0 even if a resume changed it."""
-    schedule = plan.sampler.schedule
-    return lambda steps: samples_of_steps(schedule, steps) if schedule else steps * state.curve_batch_size
-
-
 def build_pipeline(plan: Plan, context: ParallelContext) -> Pipeline:
     """The pp group of this rank and the shape of the hidden states sent over it."""
     timeout_s = plan.config.parallel.distributed_timeout_minutes * 60
@@ -253,6 +238,19 @@ def build_batch_iterator(
     )
 
 
+def _build_train_iterator(
+    batches: GlobalBatchLoader, parts: StepParts, *, model: BuiltModel, lr_schedule: LRSchedule
+) -> BatchIterator:
+    options = BatchOptions(
+        # Voting one step ahead saves time on a GPU only: on a CPU the host runs the step itself and waits just as long.
+        is_ahead=model.context.device.type == "cuda",
+        prepare=parts.prepare,
+        counts=parts.counts,
+        settings=lambda: StepSettings.at(batches.consumed_samples, plan=model.plan, lr_schedule=lr_schedule),
+    )
+    return build_batch_iterator(batches, model.context, options=options)
+
+
 def _build_checkpointer(config: Config, folder: Path, *, context: ParallelContext) -> Checkpointer:
     return Checkpointer(
         folder,
@@ -267,7 +265,8 @@ def _open_batches(model: BuiltModel, *, state: TrainState) -> GlobalBatchLoader:
     samples, plan = model.dataset, model.plan
     stages = read_stages(plan.config.data.stages)
     if stages and isinstance(samples, BlendedDataset):
-        samples = samples.starting_at(stage_starts(stages, _samples_of_steps(plan, state)))
+        samples_of = partial(plan.samples_of, batch_size=state.curve_batch_size)
+        samples = samples.starting_at(stage_starts(stages, samples_of))
     return GlobalBatchLoader(
         samples,
         sampler=plan.sampler,
@@ -276,17 +275,6 @@ def _open_batches(model: BuiltModel, *, state: TrainState) -> GlobalBatchLoader:
         num_workers=plan.config.data.num_workers,
         pin_memory=model.context.device.type == "cuda",
     )
-
-
-def _init_weights(config: Config, stages: Mapping[int, BuiltStage]) -> None:
-    """Initial weights from the seed."""
-
-    def fill(module: nn.Module, params: Sequence[LocalParam]) -> None:
-        initialize(module, params, seed=config.train.seed)
-
-    for stage in stages.values():
-        for dp in stage.callbacks:
-            dp.fill_params(partial(fill, stage.module))
 
 
 def _load_start(model: BuiltModel, parts: StepParts, *, inputs: RunInputs, checkpointer: Checkpointer) -> TrainState:

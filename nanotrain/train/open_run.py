@@ -18,7 +18,6 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.load import to_yaml
 from nanotrain.config.notation import moves_mtp_layers, read_stages
-from nanotrain.config.schedules import samples_of_steps
 from nanotrain.data.build import first_blend
 from nanotrain.data.corpus_info import read_info
 from nanotrain.data.data_path import parse_data_path
@@ -215,7 +214,7 @@ def _model(plan: Plan) -> str:
 
 def _data(plan: Plan, inputs: RunInputs) -> str:
     config, samples = plan.config, inputs.datasets.train
-    steps, read = config.train.train_iters, _samples(plan, config.train.train_iters)
+    steps, read = config.train.train_iters, plan.samples_of(config.train.train_iters)
     tokens = f"{describe_count(read * config.data.seq_length)} tokens in {count_of(steps, 'step')}"
     if samples is None or config.data.mock_data:
         return f"synthetic, {tokens}"
@@ -244,20 +243,14 @@ def _ids_outside(plan: Plan) -> list[str]:
     ]
 
 
-def _samples(plan: Plan, steps: int) -> int:
-    """Samples of the first steps of the run."""
-    schedule = plan.sampler.schedule
-    return samples_of_steps(schedule, steps) if schedule else steps * plan.sampler.global_batch_size
-
-
 def _warmup(plan: Plan) -> str:
     """A remark if the warmup is longer than the run, for example when a recipe is tried for a few steps; else ""."""
     size, steps, optim = plan.sampler.global_batch_size, plan.config.train.train_iters, plan.config.optim
-    samples = _samples(plan, steps)
+    samples = plan.samples_of(steps)
     schedule = LRSchedule(optim, samples_per_step=size, train_samples=samples)
     if not 0 < samples < schedule.warmup_samples:
         return ""
-    last, warmup = schedule.lr_at(_samples(plan, steps - 1)), schedule.warmup_samples / size
+    last, warmup = schedule.lr_at(plan.samples_of(steps - 1)), schedule.warmup_samples / size
     return f"at most {last:.2e} of {optim.lr:.2e}: the run ends within the warmup of {count_of(round(warmup), 'step')}"
 
 

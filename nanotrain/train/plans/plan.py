@@ -14,7 +14,7 @@ from nanotrain.attention.backends import backend_flags
 from nanotrain.config.config import Config, OuterShardingStrategy, ParallelConfig
 from nanotrain.config.notation import read_pipeline_layout
 from nanotrain.config.rules.check import OPEN_NAMES
-from nanotrain.config.schedules import batch_schedule, global_batch_size, length_schedule
+from nanotrain.config.schedules import batch_schedule, global_batch_size, length_schedule, samples_of_steps
 from nanotrain.config.schema import ENTRIES, check_choice, value_of
 from nanotrain.data.sampler import SamplerConfig
 from nanotrain.errors import ErrorCollector
@@ -140,6 +140,11 @@ class Plan:
     def buffers(self) -> tuple[BufferPlan, ...]:
         """The buffers of all stages of this rank."""
         return tuple(buffer for stage in self.stages for buffer in stage.buffers)
+
+    def samples_of(self, steps: int, *, batch_size: int | None = None) -> int:
+        """Samples of the first `steps` steps; `batch_size` is that of step 0 where a resume has changed it."""
+        schedule = self.sampler.schedule
+        return samples_of_steps(schedule, steps) if schedule else steps * (batch_size or self.sampler.global_batch_size)
 
     @property
     def hidden_shape(self) -> tuple[int, int, int]:
