@@ -1,7 +1,6 @@
 """Run a function on all ranks: an error on any rank is raised on every rank.
 
-    run_on_all      results of any kind, gathered on the first rank, whose verdict is broadcast
-    act_on_first    the same without a verdict to send
+    run_on_all      results of any kind, gathered on the first rank, whose merged result is broadcast
     reduce_on_all   numbers: one reduction where no rank fails
     run_on_first    the first rank alone
 
@@ -17,29 +16,20 @@ from typing import Generic, TypeVar, cast
 
 from nanotrain.comm.collectives import all_reduce_scalars, broadcast_object, gather_object
 from nanotrain.comm.group import Group
-from nanotrain.errors import EnvironmentFault, NanotrainError
-from nanotrain.runs.files import disk_fault
+from nanotrain.errors import NanotrainError
+from nanotrain.runs.files import StorageFault, disk_fault
 
 Result = TypeVar("Result")
 Final = TypeVar("Final")
 MAX_LISTED = 4
 
 
-class StorageFault(EnvironmentFault):
-    """A full, missing or read-only disk. All ranks are alive, so training can continue without the checkpoint."""
-
-
 @dataclass(frozen=True)
 class _Outcome(Generic[Result]):
-    """The message of a rank: a result, an error that pickles, or the text of an unexpected error."""
+    """The message of a rank: a result, or an error that pickles."""
 
     result: Result | None = None
-    error: NanotrainError | None = None
-    unexpected: str = ""
-
-    @property
-    def failed(self) -> bool:
-        return self.error is not None or bool(self.unexpected)
+    error: NanotrainError | RuntimeError | None = None
 
 
 def run_on_all(group: Group, function: Callable[[], Result], *, merge: Callable[[list[Result]], Final]) -> Final:
@@ -55,17 +45,7 @@ def run_on_all(group: Group, function: Callable[[], Result], *, merge: Callable[
         RuntimeError: on the other ranks, if a rank raised any other error; that rank raises its own.
     """
     outcome, unexpected = _try(function)
-    verdict, unexpected = _gather_and_merge(group, outcome, unexpected=unexpected, merge=merge)
-    return _accept(broadcast_object(verdict, group), unexpected)
-
-
-def act_on_first(group: Group, function: Callable[[], Result], *, act: Callable[[list[Result]], object]) -> None:
-    """`run_on_all` without a result: where no rank fails, the first one is waited for with one reduction."""
-    outcome, unexpected = _try(function)
-    verdict, unexpected = _gather_and_merge(group, outcome, unexpected=unexpected, merge=act)
-    (failed,) = all_reduce_scalars([float(verdict.failed)], group, op="max")
-    if failed > 0:
-        _accept(broadcast_object(verdict, group), unexpected)
+    return _agree(group, outcome, unexpected=unexpected, merge=merge)
 
 
 def reduce_on_all(
@@ -79,32 +59,12 @@ def reduce_on_all(
         NanotrainError, RuntimeError: as `run_on_all`.
     """
     outcome, unexpected = _try(function)
-    numbers = [0.0] * length if outcome.failed else [float(one) for one in cast(Sequence[float], outcome.result)]
+    numbers = [0.0] * length if outcome.result is None else list(map(float, outcome.result))
     assert len(numbers) == length, f"{len(numbers)} numbers on this rank, {length} are reduced"
-    failed, *reduced = all_reduce_scalars([float(outcome.failed), *numbers], group, op=op)
+    failed, *reduced = all_reduce_scalars([float(outcome.error is not None), *numbers], group, op=op)
     if failed > 0:
-        verdict, unexpected = _gather_and_merge(group, outcome, unexpected=unexpected, merge=lambda _: None)
-        _accept(broadcast_object(verdict, group), unexpected)
+        _agree(group, outcome, unexpected=unexpected, merge=lambda _: None)
     return reduced
-
-
-def _gather_and_merge(
-    group: Group,
-    outcome: _Outcome[Result],
-    *,
-    unexpected: Exception | None,
-    merge: Callable[[list[Result]], Final],
-) -> tuple[_Outcome[Final], Exception | None]:
-    """The verdict, on the first rank, and the unexpected error to raise on this one."""
-    gathered: list[_Outcome[Result]] | None = gather_object(outcome, group)
-    verdict: _Outcome[Final] = _Outcome()
-    if gathered is not None:
-        failed = {rank: one for rank, one in enumerate(gathered) if one.failed}
-        if failed:
-            verdict = _merge(failed, size=group.size)
-        else:  # a result is None only if the function returned None
-            verdict, unexpected = _try(lambda: merge([cast(Result, one.result) for one in gathered]))
-    return verdict, unexpected
 
 
 def run_on_first(group: Group, function: Callable[[], Result]) -> Result:
@@ -113,13 +73,29 @@ def run_on_first(group: Group, function: Callable[[], Result]) -> Result:
     return _accept(broadcast_object(verdict, group), unexpected)
 
 
+def _agree(
+    group: Group,
+    outcome: _Outcome[Result],
+    *,
+    unexpected: Exception | None,
+    merge: Callable[[list[Result]], Final],
+) -> Final:
+    """Gather the outcomes on the first rank, and return the merged result or raise the joint error on all."""
+    gathered: list[_Outcome[Result]] | None = gather_object(outcome, group)
+    verdict: _Outcome[Final] = _Outcome()
+    if gathered is not None:
+        failed = {rank: each.error for rank, each in enumerate(gathered) if each.error is not None}
+        if failed:
+            verdict = _Outcome(error=_joint_error(failed, size=group.size))
+        else:  # a result is None only if the function returned None
+            verdict, unexpected = _try(lambda: merge([cast(Result, each.result) for each in gathered]))
+    return _accept(broadcast_object(verdict, group), unexpected)
+
+
 def _accept(verdict: _Outcome[Result], unexpected: Exception | None) -> Result:
-    if unexpected is not None:
-        raise unexpected
-    if verdict.error is not None:
-        raise verdict.error
-    if verdict.unexpected:
-        raise RuntimeError(verdict.unexpected)
+    error = unexpected or verdict.error
+    if error is not None:
+        raise error
     return cast(Result, verdict.result)
 
 
@@ -132,7 +108,7 @@ def _try(function: Callable[[], Result]) -> tuple[_Outcome[Result], Exception | 
     except OSError as error:
         return _Outcome(error=storage_fault(error)), None
     except Exception as error:  # the other ranks must receive any error before it is raised here
-        return _Outcome(unexpected=f"{type(error).__name__}: {error}"), error
+        return _Outcome(error=RuntimeError(f"{type(error).__name__}: {error}")), error
 
 
 def storage_fault(error: OSError) -> StorageFault:
@@ -142,18 +118,14 @@ def storage_fault(error: OSError) -> StorageFault:
     return StorageFault(fault.what, why=fault.why, fix=fault.fix)
 
 
-def _merge(failed: dict[int, _Outcome[Result]], *, size: int) -> _Outcome[Final]:
+def _joint_error(failed: dict[int, NanotrainError | RuntimeError], *, size: int) -> NanotrainError | RuntimeError:
     """The error of the first failed rank, with the ranks that failed and the first error that differs."""
-    texts = {rank: outcome.unexpected or str(outcome.error) for rank, outcome in failed.items()}
-    first = next(iter(failed))
+    first, *_ = failed.values()
     note = ""
-    if size > 1 and len(failed) < size:
+    if len(failed) < size:
         note = f" (on rank {', '.join(map(str, list(failed)[:MAX_LISTED]))} of {size})"
-    other = next((rank for rank in failed if texts[rank] != texts[first]), None)
+    other = next((rank for rank, error in failed.items() if str(error) != str(first)), None)
     if other is not None:
-        error = failed[other].error
-        note += f" [rank {other}: {error.what if error is not None else texts[other]}]"
-    error = failed[first].error
-    if error is None:
-        return _Outcome(unexpected=texts[first] + note)
-    return _Outcome(error=error.with_note(note))
+        error = failed[other]
+        note += f" [rank {other}: {error.what if isinstance(error, NanotrainError) else error}]"
+    return first.with_note(note) if isinstance(first, NanotrainError) else RuntimeError(f"{first}{note}")

@@ -14,16 +14,16 @@ The threads do not communicate over process groups, whose collectives belong to 
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import torch
 
-from nanotrain.checkpoint.all_ranks import StorageFault
+from nanotrain.checkpoint.all_ranks import storage_fault
 from nanotrain.checkpoint.manifest import Manifest, from_json, to_json
 from nanotrain.checkpoint.plan import split_box
 from nanotrain.comm.device import synchronize
-from nanotrain.errors import EnvironmentFault
-from nanotrain.runs.files import write_bytes
+from nanotrain.runs.files import write_text
 from nanotrain.spec.boxes import TensorBox
 
 POLL_S = 0.02, 1.0  # between two checks for reports: the first, and the longest after doubling
@@ -72,53 +72,52 @@ class BackgroundSave:
 
     def __init__(self, write: Callable[[Callable[[], bool]], Path | None]) -> None:
         self._cancelled = threading.Event()
-        self._result: Path | None = None
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(write,), name="checkpoint-writer", daemon=True)
-        self._thread.start()
+        self._outcome: Future[Path | None] = Future()
+        # not a pool, whose threads the interpreter waits for at exit
+        threading.Thread(target=self._run, args=(write,), name="checkpoint-writer", daemon=True).start()
 
     @property
     def is_running(self) -> bool:
         """Whether the thread has not ended."""
-        return self._thread.is_alive()
+        return not self._outcome.done()
 
     def result(self) -> Path | None:
         """Wait for the thread; returns what `write` did.
 
         Raises:
-            Exception: the error of `write`.
+            StorageFault: the disk failed.
+            Exception: any other error of `write`.
         """
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._result
+        return self._outcome.result()
 
     def cancel(self) -> None:
         """Cancel the save and wait for the thread, which may be writing."""
         self._cancelled.set()
-        self._thread.join()
+        wait([self._outcome])
 
     def give_up(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s` for the thread, then cancel it; returns whether it has succeeded."""
-        self._thread.join(timeout_s)
+        wait([self._outcome], timeout_s)
         self._cancelled.set()
-        return not self._thread.is_alive() and self._error is None
+        return self._outcome.done() and self._outcome.exception() is None
 
     def _run(self, write: Callable[[Callable[[], bool]], Path | None]) -> None:
         try:
-            self._result = write(self._cancelled.is_set)
-        except Exception as error:  # raised again by `result`, in the training loop
-            self._error = error
+            self._outcome.set_result(write(self._cancelled.is_set))
+        except OSError as error:
+            self._outcome.set_exception(storage_fault(error))
+        except BaseException as error:  # raised again by `result`, in the training loop
+            self._outcome.set_exception(error)
 
 
 def write_report(folder: Path, shard: Manifest, *, index: int) -> None:
     """Write the manifest of a rank's shard, atomically, after the shard is on the disk."""
-    _write(report_path(folder, index), to_json(shard))
+    write_text(report_path(folder, index), to_json(shard))
 
 
 def write_failure(folder: Path, error: Exception, *, index: int) -> None:
     """Write that a rank failed, so that the first rank does not wait for its report."""
-    _write(report_path(folder, index), FAILED + str(error)[:2000])
+    write_text(report_path(folder, index), FAILED + str(error)[:2000])
 
 
 def wait_for_reports(folder: Path, size: int, *, timeout_s: float, is_cancelled: Callable[[], bool]) -> list[Manifest]:
@@ -147,14 +146,6 @@ def wait_for_reports(folder: Path, size: int, *, timeout_s: float, is_cancelled:
 def report_path(folder: Path, index: int) -> Path:
     """The report of a rank, in the folder of an unfinished save."""
     return folder / f"written-{index:05d}.json"
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a report; if that fails the save fails, and training continues."""
-    try:
-        write_bytes(path, text.encode())
-    except EnvironmentFault as error:
-        raise StorageFault(error.what, why=error.why, fix=error.fix) from None
 
 
 def _read_report(path: Path, index: int) -> Manifest:

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
 from nanotrain.checkpoint import commit, store
-from nanotrain.checkpoint.all_ranks import StorageFault, act_on_first, reduce_on_all, run_on_first
+from nanotrain.checkpoint.all_ranks import reduce_on_all, run_on_all, run_on_first
 from nanotrain.checkpoint.background import (
     BackgroundSave,
     StagingBuffers,
@@ -35,16 +35,25 @@ from nanotrain.checkpoint.compatibility import check_all_loaded, check_compatibl
 from nanotrain.checkpoint.manifest import Manifest, plain_json, to_json
 from nanotrain.checkpoint.plan import plan_reads
 from nanotrain.checkpoint.read import read_chunks
-from nanotrain.checkpoint.retention import SeenManifests, keep_newest
+from nanotrain.checkpoint.retention import keep_newest
 from nanotrain.checkpoint.write import shard_name, write_shard
 from nanotrain.comm.group import Group
 from nanotrain.comm.work import CommunicationFault
 from nanotrain.precision.dtypes import DTYPE_NAMES
+from nanotrain.runs.files import StorageFault
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.system import without_collection
 
 Tensors = Mapping[TensorBox, torch.Tensor]
 TargetFilter = Callable[[Manifest, Tensors], Tensors]
+
+
+class Content(TypedDict):
+    """The fields of a manifest that a run sets."""
+
+    objects: Mapping[str, Any]  # JSON that `restore` returns
+    config: Mapping[str, Any]  # the resolved configuration
+    topology: Mapping[str, Any]  # the layout, for information only
 
 
 class Checkpointer:
@@ -72,8 +81,6 @@ class Checkpointer:
         self.group = group
         self.keep_last, self.keep_every = keep_last, keep_every
         self.timeout_s = timeout_s
-        self._warned: set[Path] = set()  # leftovers that cannot be deleted: one warning each
-        self._seen = SeenManifests()
         self._staging = StagingBuffers()
         self._in_flight: tuple[int, BackgroundSave] | None = None  # step and thread
         self.num_failed = 0  # saves that failed so far
@@ -85,24 +92,14 @@ class Checkpointer:
             folder, group=self.group, keep_last=self.keep_last, keep_every=self.keep_every, timeout_s=self.timeout_s
         )
 
-    def save(
-        self,
-        step: int,
-        tensors: Tensors,
-        *,
-        objects: Mapping[str, Any],
-        config: Mapping[str, Any],
-        topology: Mapping[str, Any],
-    ) -> Path:
+    def save(self, step: int, tensors: Tensors, **content: Unpack[Content]) -> Path:
         """Write one checkpoint. Every rank calls this; on return the checkpoint is complete and on the disk.
 
         Args:
             step: optimizer steps done; names the folder.
             tensors: box -> tensor of the box's shape, to be written by this rank. The boxes of all ranks together
                 cover every tensor exactly once: one replica writes.
-            objects: JSON that `restore` returns, the same on all ranks.
-            config: the resolved configuration, JSON.
-            topology: the layout, JSON, for information only.
+            content: the other fields of the manifest; `objects` is the same on all ranks.
 
         Returns:
             The folder of the checkpoint.
@@ -113,25 +110,16 @@ class Checkpointer:
                 once. Nothing is committed.
         """
         self.wait()
-        shard, manifest = _manifests(step, objects=objects, config=config, topology=topology)
+        manifest = Manifest(step, {}, {}, **content)
         with self._attempt(step):
-            temporary = self._begin(step, tensors)
-            act_on_first(
+            shard = self._begin(step, tensors) / self._shard_name
+            return run_on_all(
                 self.group,
-                lambda: write_shard(temporary / self._shard_name, tensors, manifest=shard),
-                act=lambda shards: self._commit(commit.merge_shards(manifest, shards)),
+                lambda: write_shard(shard, tensors, manifest=_for_shard(manifest)),
+                merge=lambda shards: self._commit(commit.merge_shards(manifest, shards)),
             )
-            return store.step_folder(self.folder, step)
 
-    def start_save(
-        self,
-        step: int,
-        tensors: Tensors,
-        *,
-        objects: Mapping[str, Any],
-        config: Mapping[str, Any],
-        topology: Mapping[str, Any],
-    ) -> None:
+    def start_save(self, step: int, tensors: Tensors, **content: Unpack[Content]) -> None:
         """Start to write one checkpoint in the background; arguments as for `save`. Every rank calls this.
 
         On return the tensors are copied to host memory and may change. `wait` completes the save; one is in flight at
@@ -141,17 +129,14 @@ class Checkpointer:
             StorageFault: an earlier save that was still in flight has failed, or there is no space for this one.
         """
         self.wait()
-        # As JSON now: the caller may change what it passed.
-        shard, manifest = _manifests(
-            step, objects=plain_json(objects), config=plain_json(config), topology=plain_json(topology)
-        )
+        manifest = Manifest(step, {}, {}, **plain_json(content))  # as JSON now: the caller may change what it passed
         with self._attempt(step):
             temporary = self._begin(step, tensors)
             staged = self._staging.copy(tensors)
 
         def write(is_cancelled: Callable[[], bool]) -> Path | None:
             try:
-                written = write_shard(temporary / self._shard_name, staged, manifest=shard)
+                written = write_shard(temporary / self._shard_name, staged, manifest=_for_shard(manifest))
                 write_report(temporary, written, index=self.group.index)
             except Exception as error:
                 with suppress(OSError, StorageFault):  # `wait` reports it too
@@ -284,7 +269,7 @@ class Checkpointer:
             nbytes = sum(tensor.nbytes for tensor in tensors.values())
             if not self.group.is_first:
                 return [nbytes, 0, 0]
-            commit.start_writing(self.folder, step, warned=self._warned)
+            commit.start_writing(self.folder, step)
             return [nbytes, step, shutil.disk_usage(self.folder).free]
 
         # The step of the first rank: `merge_shards` finds the rank that saves another one.
@@ -295,14 +280,7 @@ class Checkpointer:
 
     def _commit(self, manifest: Manifest) -> Path:
         final = commit.commit(self.folder, manifest.step, text=to_json(manifest))
-        keep_newest(
-            self.folder,
-            self.keep_last,
-            written=final,
-            warned=self._warned,
-            keep_every=self.keep_every,
-            seen=self._seen,
-        )
+        keep_newest(self.folder, self.keep_last, written=final, keep_every=self.keep_every)
         return final
 
     @contextmanager
@@ -320,10 +298,9 @@ class Checkpointer:
             self._stall_s += time.perf_counter() - start
 
 
-def _manifests(step: int, **content: Mapping[str, Any]) -> tuple[Manifest, Manifest]:
-    """The manifest that each rank sends for its shard, without what is long and equal on all, and that of the save."""
-    manifest = Manifest(step, {}, {}, **content)
-    return replace(manifest, config={}, topology={}), manifest
+def _for_shard(manifest: Manifest) -> Manifest:
+    """The manifest that each rank sends for its shard, without what is long and equal on all ranks."""
+    return replace(manifest, config={}, topology={})
 
 
 def _dtypes(targets: Tensors) -> dict[TensorBox, str]:

@@ -11,24 +11,25 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, TensorEntry
 from nanotrain.checkpoint.plan import coverage_fault
-from nanotrain.checkpoint.retention import deleted_name, remove_unfinished, try_to_remove
+from nanotrain.checkpoint.retention import deleted_name, try_to_remove
 from nanotrain.checkpoint.store import MANIFEST, leftovers, step_entries, step_folder, step_of
 from nanotrain.errors import CheckpointError
-from nanotrain.runs.files import disk_errors, swap_names
+from nanotrain.runs.files import disk_errors, swap_names, write_text
 
 
 def merge_shards(manifest: Manifest, shards: Sequence[Manifest]) -> Manifest:
-    """The manifest with the files and tensors of the shards of all ranks.
+    """The manifest with the files and tensors of the shards of all ranks: tensors by name, chunks by rank.
 
     Raises:
-        CheckpointError: the ranks saved different steps or objects, or do not cover the tensors exactly once.
+        CheckpointError: the ranks saved different steps or objects, disagree about a tensor, or do not cover it exactly
+            once.
     """
     first, objects = shards[0], [json.dumps(shard.objects, sort_keys=True) for shard in shards]
     for rank, shard in enumerate(shards):
@@ -37,30 +38,21 @@ def merge_shards(manifest: Manifest, shards: Sequence[Manifest]) -> Manifest:
         if objects[rank] != objects[0]:
             raise _inconsistent(f"rank {rank} saves other objects than rank 0")
     files = {name: nbytes for shard in shards for name, nbytes in shard.files.items()}
-    return replace(manifest, files=files, tensors=merge_entries([shard.tensors for shard in shards]))
-
-
-def merge_entries(shards: Sequence[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
-    """Merge the entries of all ranks, sorted by name, with chunks in the order of the ranks.
-
-    Raises:
-        CheckpointError: ranks disagree about a tensor, or their chunks do not cover it exactly once.
-    """
+    first_entries: dict[str, TensorEntry] = {}
     chunks: dict[str, list[ChunkEntry]] = {}
-    first: dict[str, TensorEntry] = {}
-    for rank, tensors in enumerate(shards):
-        for name, entry in tensors.items():
-            other = first.setdefault(name, entry)
+    for rank, shard in enumerate(shards):
+        for name, entry in shard.tensors.items():
+            other = first_entries.setdefault(name, entry)
             if (other.shape, other.dtype) != (entry.shape, entry.dtype):
                 raise _inconsistent(
                     f"rank {rank} saves {name} as {entry.dtype} {entry.shape}, others as {other.dtype} {other.shape}"
                 )
             chunks.setdefault(name, []).extend(entry.chunks)
-    for name, entry in first.items():
-        fault = coverage_fault(entry.shape, [chunk.box for chunk in chunks[name]])
-        if fault is not None:
+    tensors = {name: replace(first_entries[name], chunks=tuple(chunks[name])) for name in sorted(chunks)}
+    for name, entry in tensors.items():
+        if fault := coverage_fault(entry.shape, [chunk.box for chunk in entry.chunks]):
             raise _inconsistent(f"the ranks do not cover {name} {list(entry.shape)} exactly once: {fault}")
-    return {name: TensorEntry(first[name].shape, first[name].dtype, tuple(chunks[name])) for name in sorted(first)}
+    return replace(manifest, files=files, tensors=tensors)
 
 
 def temporary_folder(folder: Path, step: int) -> Path:
@@ -74,21 +66,17 @@ def require_space(folder: Path, nbytes: int) -> None:
     Raises:
         OSError: ENOSPC, with the needed bytes.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         text = f"{os.strerror(errno.ENOSPC)}: a checkpoint needs {nbytes:,} bytes"
         raise OSError(errno.ENOSPC, text, str(folder))
 
 
-def start_writing(folder: Path, step: int, *, warned: set[Path]) -> Path:
-    """Make the temporary folder of a step, after removing leftovers of earlier writers.
-
-    A leftover that cannot be removed is one warning per entry of `warned`, which grows.
-    """
+def start_writing(folder: Path, step: int) -> Path:
+    """Make the temporary folder of a step, after removing leftovers of earlier writers."""
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in leftovers(folder):
-        try_to_remove(leftover, warned=warned)
+        try_to_remove(leftover)
     temporary = temporary_folder(folder, step)
     if os.path.lexists(temporary):
         os.rename(temporary, deleted_name(temporary))  # it holds files of others, which stay
@@ -113,7 +101,7 @@ def commit(folder: Path, step: int, *, text: str) -> Path:
         sync_folder(folder)
         os.rename(temporary, deleted_name(final))
     else:
-        remove_unfinished(replaced)
+        try_to_remove(replaced, is_quiet=True)
         if os.path.lexists(replaced):
             os.rename(replaced, deleted_name(replaced))  # it holds files of others too
         os.rename(final, replaced)  # from here to the next line it counts under this name
@@ -121,27 +109,19 @@ def commit(folder: Path, step: int, *, text: str) -> Path:
         sync_folder(folder)
     for leftover in leftovers(folder):
         if step_of(leftover) == step:
-            remove_unfinished(leftover)
+            try_to_remove(leftover, is_quiet=True)
     return final
 
 
 def write_manifest(folder: Path, text: str) -> None:
     """Write the manifest of a folder whose shards are on the disk, and fsync both."""
-    path = folder / MANIFEST
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:  # a failed write names no file
-        needed = f": {len(text):,} bytes needed" if error.errno == errno.ENOSPC else ""
-        raise OSError(error.errno, f"{error.strerror}{needed}", str(path)) from None
+    write_text(folder / MANIFEST, text)
     sync_folder(folder)
 
 
 def discard(folder: Path, step: int) -> None:
     """Remove the temporary folder of a failed save; the next save removes what cannot be removed now."""
-    remove_unfinished(temporary_folder(folder, step))
+    try_to_remove(temporary_folder(folder, step), is_quiet=True)
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:

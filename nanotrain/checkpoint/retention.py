@@ -11,6 +11,7 @@ Foreign files stay in that folder, with one warning.
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from itertools import count
 from pathlib import Path
 
@@ -27,59 +28,46 @@ from nanotrain.checkpoint.store import (
 from nanotrain.errors import CheckpointError, EnvironmentFault
 from nanotrain.log import get_logger
 
-_OWN_FILE = re.compile(r"manifest\.json|shard-\d{5,}-of-\d{5,}\.safetensors|\.?written-\d{5,}\.json(\.\w+\.partial)?")
+_OWN_FILE = re.compile(r"shard-\d{5,}-of-\d{5,}\.safetensors|\.?(manifest|written-\d{5,})\.json(\.\w+\.partial)?")
 log = get_logger(__name__)
 
 
-class SeenManifests:
-    """Files of the checkpoints that this process has found complete, so that each manifest is read once."""
-
-    def __init__(self) -> None:
-        self._files: dict[tuple[Path, int, int, int], Mapping[str, int]] = {}
-
-    def is_complete(self, path: Path) -> bool:
-        """Whether a checkpoint is complete; under an unchanged manifest only the sizes of its files are compared."""
-        try:
-            key = (path, (status := os.lstat(path / MANIFEST)).st_ino, status.st_mtime_ns, status.st_size)
-            if key not in self._files:
-                self._files[key] = require_complete(path).files
-            require_files(path, self._files[key])
-        except NewerFormat:
-            raise
-        except (OSError, CheckpointError):
-            return False
-        return True
-
-
-def keep_newest(
-    folder: Path,
-    keep_last: int,
-    *,
-    written: Path,
-    warned: set[Path],
-    keep_every: int | None = None,
-    seen: SeenManifests | None = None,
-) -> None:
+def keep_newest(folder: Path, keep_last: int, *, written: Path, keep_every: int | None = None) -> None:
     """Delete the oldest complete checkpoints but `keep_last`, never the one just written; 0 keeps all.
 
-    Checkpoints at steps that are a multiple of `keep_every` are kept too and not counted.
-
-    A failed deletion is one warning per entry of `warned`, since the save itself succeeded. `seen` spares reading
-    manifests again.
+    Checkpoints at steps that are a multiple of `keep_every` are kept too and not counted. A failed deletion is one
+    warning, since the save itself succeeded.
     """
     if keep_last == 0:
         return
-    seen = seen or SeenManifests()
-    others = [path for path in step_entries(folder) if path != written and seen.is_complete(path)]
+    others = [path for path in step_entries(folder) if path != written and _is_complete(path)]
     others = [path for path in others if keep_every is None or step_of(path) % keep_every]
     for path in others[: max(0, len(others) - (keep_last - 1))]:
         deleted = deleted_name(path)
         try:
             os.rename(path, deleted)
         except OSError as error:
-            warn_once(path, error, warned=warned)
+            _warn(path, error.strerror)
         else:
-            try_to_remove(deleted, warned=warned)
+            try_to_remove(deleted)
+
+
+def _is_complete(path: Path) -> bool:
+    """Whether a checkpoint is complete; under an unchanged manifest only the sizes of its files are compared."""
+    try:
+        status = os.lstat(path / MANIFEST)
+        require_files(path, _files_of(path, status.st_ino, status.st_mtime_ns, status.st_size))
+    except NewerFormat:
+        raise
+    except (OSError, CheckpointError):
+        return False
+    return True
+
+
+@cache
+def _files_of(path: Path, *version: int) -> Mapping[str, int]:
+    """The files of a complete checkpoint; each version of its manifest is read once, which may be large."""
+    return require_complete(path).files
 
 
 def prune(path: Path, keep_last: int, *, is_dry: bool = False) -> list[Path]:
@@ -95,7 +83,7 @@ def prune(path: Path, keep_last: int, *, is_dry: bool = False) -> list[Path]:
         raise CheckpointError(f"{path} holds no complete checkpoint", why="there is nothing to prune", fix=NAMES)
     oldest = complete[: max(0, len(complete) - keep_last)]
     if oldest and not is_dry:
-        keep_newest(folder, keep_last, written=complete[-1], warned=set())
+        keep_newest(folder, keep_last, written=complete[-1])
     left = [one.name for one in oldest if os.path.lexists(one)]
     if left and not is_dry:
         gone = ", ".join(one.name for one in oldest if one.name not in left) or "none"
@@ -104,24 +92,24 @@ def prune(path: Path, keep_last: int, *, is_dry: bool = False) -> list[Path]:
     return oldest
 
 
-def try_to_remove(path: Path, *, warned: set[Path]) -> None:
-    """Remove a folder of nanotrain, or a symbolic link itself; a failure is one warning per entry of `warned`."""
+def try_to_remove(path: Path, *, is_quiet: bool = False) -> None:
+    """Remove a folder of nanotrain, or a symbolic link itself; a failure is at most one warning per path.
+
+    Args:
+        path: the folder; it need not exist.
+        is_quiet: whether a failure is no warning: the next save tries again, with one.
+    """
     try:
         _remove(path)
     except OSError as error:
-        warn_once(path, error, warned=warned)
+        if not is_quiet:
+            _warn(path, error.strerror)
 
 
-def remove_unfinished(path: Path) -> None:
-    """Remove what a save leaves, as far as that works now; the next save tries again, with a warning."""
-    try_to_remove(path, warned={path})
-
-
-def warn_once(path: Path, error: OSError, *, warned: set[Path]) -> None:
-    """Warn that a path cannot be deleted, unless it is in `warned`; it is added."""
-    if path not in warned:
-        log.warning("could not delete the old checkpoint %s: %s", path, error.strerror or error)
-    warned.add(path)
+@cache
+def _warn(path: Path, reason: str | None) -> None:
+    """Warn that a path cannot be deleted, once."""
+    log.warning("could not delete the old checkpoint %s: %s", path, reason)
 
 
 def deleted_name(path: Path) -> Path:

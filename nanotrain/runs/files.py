@@ -33,11 +33,15 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
 
-class FolderVanished(EnvironmentFault):
+class StorageFault(EnvironmentFault):
+    """A full, missing or read-only disk. All ranks are alive, so training can continue without the file."""
+
+
+class FolderVanished(StorageFault):
     """A folder that was removed, or whose disk went away, while it was in use."""
 
 
-def disk_fault(error: OSError, path: Path, *, needed: int | None = None, fix: str = OTHER_FOLDER) -> EnvironmentFault:
+def disk_fault(error: OSError, path: Path, *, needed: int | None = None, fix: str = OTHER_FOLDER) -> StorageFault:
     """The error of a failed write.
 
     Args:
@@ -54,12 +58,12 @@ def disk_fault(error: OSError, path: Path, *, needed: int | None = None, fix: st
             fix="mount or restore it and start the run again",
         )
     if error.errno == errno.ELOOP:
-        return EnvironmentFault(
+        return StorageFault(
             f"{path} is a symbolic link", why="files are not written through links", fix="remove the link"
         )
     why = reason(error, path, needed=needed)
     cure = f"free space, or {fix}" if error.errno in _NO_SPACE else fix
-    return EnvironmentFault(f"{path} cannot be written", why=why, fix=cure)
+    return StorageFault(f"{path} cannot be written", why=why, fix=cure)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from nanotrain.checkpoint.all_ranks import act_on_first, reduce_on_all, run_on_all, run_on_first
+from nanotrain.checkpoint.all_ranks import reduce_on_all, run_on_all, run_on_first
 from nanotrain.checkpoint.manifest import NewerFormat
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
@@ -34,12 +34,10 @@ def test_an_error_of_the_merge_is_raised_on_every_rank(ctx: ParallelContext) -> 
 
     with pytest.raises(CheckpointError, match=r"^bad \[0, 1\]$"):
         run_on_all(ctx.control, lambda: ctx.rank, merge=merge)
-    with pytest.raises(CheckpointError, match=r"^bad \[0, 1\]$"):
-        act_on_first(ctx.control, lambda: ctx.rank, act=merge)
 
 
 @ranks(3)
-def test_where_no_rank_fails_numbers_take_one_collective_and_no_verdict_is_sent(ctx: ParallelContext) -> None:
+def test_where_no_rank_fails_numbers_take_one_collective(ctx: ParallelContext) -> None:
     group = ctx.control
     first = group.heartbeat.sequence(group.name)
     assert reduce_on_all(group, lambda: [ctx.rank, -ctx.rank], length=2) == [2, 0]
@@ -47,15 +45,9 @@ def test_where_no_rank_fails_numbers_take_one_collective_and_no_verdict_is_sent(
     assert reduce_on_all(group, list) == []
     assert group.heartbeat.sequence(group.name) == first + 3
 
-    acted: list[list[int]] = []
-    act_on_first(group, lambda: ctx.rank, act=acted.append)
-
-    assert acted == [[0, 1, 2]] * (ctx.rank == 0)
-    assert group.heartbeat.sequence(group.name) == first + 5  # results, and that the first rank is done
-
 
 def errors_of(ctx: ParallelContext, errors: dict[int, Exception]) -> list[tuple[str, str]]:
-    """Type and text of what `run_on_all`, `act_on_first` and `reduce_on_all` raise."""
+    """Type and text of what `run_on_all` and `reduce_on_all` raise."""
 
     def fail() -> list[float]:
         if ctx.rank in errors:
@@ -65,7 +57,6 @@ def errors_of(ctx: ParallelContext, errors: dict[int, Exception]) -> list[tuple[
     raised = []
     for call in (
         lambda: run_on_all(ctx.control, fail, merge=list),
-        lambda: act_on_first(ctx.control, fail, act=list),
         lambda: reduce_on_all(ctx.control, fail, length=1, op="sum"),
     ):
         try:
@@ -95,14 +86,14 @@ def test_a_known_error_is_the_same_on_every_rank(errors: dict[int, Exception], k
     for raised in zip(*by_rank, strict=True):
         assert len(set(raised)) == 1
         assert raised[0][0] == kind and raised[0][1].startswith(text)
-    assert len(by_rank[0]) == 3
+    assert len(by_rank[0]) == 2
 
 
 def test_an_unexpected_error_is_raised_where_it_happened_and_stops_the_others() -> None:
     raised = run_ranks(3, errors_of, {1: ZeroDivisionError("x")})
 
-    assert raised[1] == [("ZeroDivisionError", "x")] * 3
-    assert raised[0] == raised[2] == [("RuntimeError", "ZeroDivisionError: x (on rank 1 of 3)")] * 3
+    assert raised[1] == [("ZeroDivisionError", "x")] * 2
+    assert raised[0] == raised[2] == [("RuntimeError", "ZeroDivisionError: x (on rank 1 of 3)")] * 2
 
 
 def test_one_rank_raises_without_a_note() -> None:

@@ -17,6 +17,7 @@ from nanotrain.checkpoint.background import (
     write_failure,
     write_report,
 )
+from nanotrain.runs.files import StorageFault
 from nanotrain.spec.boxes import Box, TensorBox
 from tests.checkpoint.test_commit import shards
 
@@ -28,7 +29,7 @@ def test_the_result_and_the_error_of_the_thread_are_the_caller_s() -> None:
         raise OSError("full")
 
     save = BackgroundSave(fail)
-    with pytest.raises(OSError, match="full"):
+    with pytest.raises(StorageFault, match="full"):
         save.result()
     assert not save.give_up(0.0) and not save.is_running
 

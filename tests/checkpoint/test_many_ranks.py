@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from nanotrain.checkpoint import checkpointer as checkpointer_module
-from nanotrain.checkpoint.all_ranks import StorageFault
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.read import read_global_tensors
 from nanotrain.checkpoint.store import complete_checkpoints, read_manifest
 from nanotrain.comm.collectives import barrier
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.errors import NanotrainError
+from nanotrain.runs.files import StorageFault
 from nanotrain.spec.boxes import Box, TensorBox, flat_range_to_boxes
 from tests.harness import ranks, run_ranks
 

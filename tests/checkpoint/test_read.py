@@ -34,7 +34,7 @@ def random_shares(data: st.DataObject, tensors: dict[str, torch.Tensor], *, size
 
 def write(folder: Path, step: int, *, shares: Shares) -> Path:
     """`Checkpointer.save` for many ranks, one after the other."""
-    temporary = commit.start_writing(folder, step, warned=set())
+    temporary = commit.start_writing(folder, step)
     none = Manifest(step, {}, {}, objects={}, config={}, topology={})
     names = [temporary / shard_name(index, len(shares)) for index in range(len(shares))]
     shards = [write_shard(name, share, manifest=none) for name, share in zip(names, shares, strict=True)]

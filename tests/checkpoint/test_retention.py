@@ -61,7 +61,7 @@ def test_retention_reads_each_manifest_once(tmp_path: Path, monkeypatch: pytest.
 def test_multiples_of_the_retain_interval_are_kept_besides(tmp_path: Path) -> None:
     for step in range(1, 7):
         path = save(tmp_path, step)
-    keep_newest(path.parent, 2, written=path, warned=set(), keep_every=3)
+    keep_newest(path.parent, 2, written=path, keep_every=3)
     names = [path.name for path in store.complete_checkpoints(path.parent)]
     assert names == [f"step-{step:08d}" for step in (3, 5, 6)]
 

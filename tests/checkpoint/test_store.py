@@ -264,7 +264,7 @@ def test_what_a_rename_relies_on_is_on_the_disk_before_it(tmp_path: Path, monkey
         calls.append(f"rename {source.name} {target.name}")
         rename(source, target)
 
-    commit.start_writing(tmp_path, 7, warned=set())
+    commit.start_writing(tmp_path, 7)
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "rename", noted_rename)
     commit.commit(tmp_path, 7, text="{}")

@@ -14,12 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nanotrain.checkpoint.all_ranks import StorageFault, storage_fault
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.commit import set_aside_after
 from nanotrain.config.schema import to_dict
 from nanotrain.errors import NanotrainError
 from nanotrain.log import get_logger
+from nanotrain.runs.files import StorageFault
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.run import Run
 from nanotrain.train.step_report import StepReport
@@ -141,9 +141,9 @@ class CheckpointHook(Hook):
             return
         try:
             path = self._in_flight.poll()
-        except (OSError, StorageFault) as error:
+        except StorageFault as error:
             self._is_reported = True
-            self._failed(run, storage_fault(error) if isinstance(error, OSError) else error)
+            self._failed(run, error)
             return
         if path is not None:
             self._is_reported = True

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nanotrain.checkpoint import checkpointer
-from nanotrain.checkpoint.all_ranks import StorageFault
 from nanotrain.checkpoint.store import complete_checkpoints, read_manifest
 from nanotrain.errors import EnvironmentFault
+from nanotrain.runs.files import StorageFault
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from tests.train.small_run import Spy, small_run, train
 
