@@ -207,7 +207,7 @@ class Checkpointer:
         """Read this rank's tensors from a checkpoint written with any layout. Every rank calls this.
 
         Args:
-            path: a step folder, from `latest` or `find`.
+            path: a step folder, as `latest` returns it.
             targets: box -> tensor of the box's shape, filled in place. For every kind of tensor loaded at all (model,
                 optimizer), the ranks together load all tensors.
             config: the configuration of this run, for errors that list the model options that differ.
@@ -238,25 +238,16 @@ class Checkpointer:
         check_all_loaded(manifest, reduce_on_all(self.group, read, length=len(manifest.tensors)), config=config)
         return manifest
 
-    def latest(self) -> Path | None:
+    def latest(self, *, below: int | None = None) -> Path | None:
         """The newest complete checkpoint of this run or None, the same on every rank; warns of unusable newer ones.
+
+        Args:
+            below: consider only steps below this one.
 
         Raises:
             CheckpointError: the newest is of a newer format.
         """
-        return run_on_first(self.group, lambda: store.newest_complete(self.folder))
-
-    def older_than(self, path: Path) -> Path | None:
-        """The newest complete checkpoint of an earlier step than `path`, or None, the same on every rank."""
-        return run_on_first(self.group, lambda: store.newest_complete(self.folder, below=store.step_of(path)))
-
-    def find(self, path: Path) -> Path:
-        """`store.find_checkpoint` on the first rank, for all.
-
-        Raises:
-            CheckpointError: there is no complete checkpoint.
-        """
-        return run_on_first(self.group, lambda: store.find_checkpoint(Path(path)))
+        return run_on_first(self.group, lambda: store.newest_complete(self.folder, below=below))
 
     @property
     def _shard_name(self) -> str:

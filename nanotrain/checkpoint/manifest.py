@@ -90,9 +90,7 @@ def to_json(manifest: Manifest) -> str:
         "version": VERSION,
         "step": manifest.step,
         "files": dict(manifest.files),
-        "objects": plain_json(manifest.objects),
-        "config": plain_json(manifest.config),
-        "topology": plain_json(manifest.topology),
+        **plain_json({"objects": manifest.objects, "config": manifest.config, "topology": manifest.topology}),
         "tensors": {name: tensor_to_dict(entry) for name, entry in manifest.tensors.items()},
     }
     lines = [f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in body.items() if key != "tensors"]

@@ -122,11 +122,10 @@ def plan_reads(manifest: Manifest, targets: Iterable[TensorBox]) -> dict[str, tu
     return {file: tuple(chunks) for file, chunks in reads.items()}
 
 
-def _corners(boxes: Sequence[Box], num_dims: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Starts and stops of boxes, each [number of boxes, number of dims]."""
-    starts = np.array([box.start for box in boxes], dtype=np.int64)
-    stops = np.array([box.stop for box in boxes], dtype=np.int64)
-    return starts.reshape(len(boxes), num_dims), stops.reshape(len(boxes), num_dims)
+def _corners(boxes: Sequence[Box], num_dims: int) -> NDArray[np.int64]:
+    """Starts and stops of boxes, [2, number of boxes, number of dims]."""
+    corners = [box.start for box in boxes], [box.stop for box in boxes]
+    return np.array(corners, dtype=np.int64).reshape(2, len(boxes), num_dims)
 
 
 def _are_slabs(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
@@ -134,14 +133,12 @@ def _are_slabs(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     if not boxes or any(len(box.start) != len(shape) for box in boxes):
         return False
     starts, stops = _corners(boxes, len(shape))
-    (split,) = ((starts != 0) | (stops != np.array(shape, dtype=np.int64))).any(axis=0).nonzero()
+    (split,) = ((starts != 0) | (stops != shape)).any(axis=0).nonzero()
     if len(split) != 1:
         return False
     (dim,) = split
-    order = starts[:, dim].argsort()
-    edges = np.concatenate(([0], stops[order, dim]))  # of each slab, where the next one starts
-    is_end_to_end = (edges[:-1] == starts[order, dim]).all() and edges[-1] == shape[dim]
-    return bool(is_end_to_end and (edges[1:] > edges[:-1]).all())
+    # How many slabs hold an index follows from their edges alone, whichever start belongs to which stop.
+    return np.array_equal([*sorted(starts[:, dim]), shape[dim]], [0, *sorted(stops[:, dim])])
 
 
 def _middle_edge(region: Box, boxes: Sequence[Box]) -> tuple[int, int] | None:

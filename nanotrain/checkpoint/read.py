@@ -90,16 +90,11 @@ class ShardFile:
         """
         match self._header.get(chunk.key):
             case {"dtype": name, "shape": shape, "data_offsets": [int(start), int(stop)]}:
-                here = SAFETENSORS_NAMES[dtype], list(chunk.box.shape), chunk.nbytes
-                if (name, shape, stop - start) != here:
-                    there = f"{shown(name)} {str(shape)[:99]} in {shown(stop - start)} bytes"
-                    why = f"{self.path} holds it as {there}, the manifest as {here[0]} {here[1]} in {here[2]} bytes"
-                elif not 0 <= start <= self._size - self._begin - chunk.nbytes:
-                    why = f"{self.path} ends {stop + self._begin - self._size} bytes too early"
-                else:
+                expected = SAFETENSORS_NAMES[dtype], list(chunk.box.shape), chunk.nbytes
+                if (name, shape, stop - start) == expected and 0 <= start <= self._size - self._begin - chunk.nbytes:
                     return self._begin + start
-            case None:
-                why = f"{self.path} does not hold it"
+                there = f"{shown(name)} {str(shape)[:99]} in bytes {shown(start)} to {shown(stop)} of {self._size}"
+                why = f"{self.path} holds it as {there}, the manifest as {expected}"
             case entry:
                 why = f"{self.path} has {shown(entry)} for it, without dtype, shape and two data_offsets"
         raise self._damaged(f"chunk {chunk.key} is damaged", why)

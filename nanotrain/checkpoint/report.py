@@ -11,9 +11,8 @@ tokens are compared: the number of padding rows depends on the layout, and their
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,11 +20,11 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column, Table
 
 from nanotrain.checkpoint.compatibility import kind_of, vocabulary_rows
-from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, TensorEntry
-from nanotrain.checkpoint.plan import ChunkRead, coverage_fault, split_box
+from nanotrain.checkpoint.manifest import ChunkEntry, DamagedCheckpoint, Manifest, TensorEntry
+from nanotrain.checkpoint.plan import coverage_fault, split_box
 from nanotrain.checkpoint.read import ShardFile, read_box
 from nanotrain.checkpoint.store import find_checkpoint, find_manifest, read_manifest
 from nanotrain.checkpoint.write import file_threads
@@ -59,9 +58,7 @@ class VerifyReport:
         size = f"{self.num_chunks} chunks, {describe_bytes(self.nbytes)}"
         if self.is_sound:
             return f"{self.path}: sound ({size}, all checksums match)"
-        return "\n".join(
-            [f"{self.path}: DAMAGED, {len(self.faults)} faults in {size}", *(f"  {line}" for line in self.faults)]
-        )
+        return "\n  ".join([f"{self.path}: DAMAGED, {len(self.faults)} faults in {size}", *self.faults])
 
 
 def describe(path: Path, *, tensors: bool = False) -> str:
@@ -145,42 +142,37 @@ def verify(path: Path) -> VerifyReport:
         for name, entry in manifest.tensors.items()
         if (fault := coverage_fault(entry.shape, [chunk.box for chunk in entry.chunks]))
     ]
-    chunks = [
-        ChunkRead(name, entry.dtype, chunk, copies=())
-        for name, entry in manifest.tensors.items()
-        for chunk in entry.chunks
-    ]
-    by_file = sorted(chunks, key=lambda one: one.chunk.file)
-    files = [(file, tuple(in_file)) for file, in_file in groupby(by_file, key=lambda one: one.chunk.file)]
-    for file, in_file in progress(files, "verifying"):
-        faults += _faults_of_file(found / file, in_file, size=manifest.files.get(file))
-    return VerifyReport(found, len(chunks), sum(one.chunk.nbytes for one in chunks), tuple(faults))
+    chunks_of: dict[str, list[tuple[ChunkEntry, str]]] = {}
+    for entry in manifest.tensors.values():
+        for chunk in entry.chunks:
+            chunks_of.setdefault(chunk.file, []).append((chunk, entry.dtype))
+    for file, chunks in track_on_terminal(sorted(chunks_of.items()), "verifying"):
+        faults += _faults_of_file(found / file, chunks, size=manifest.files[file])
+    num_chunks = sum(map(len, chunks_of.values()))
+    return VerifyReport(found, num_chunks, sum(entry.nbytes for entry in manifest.tensors.values()), tuple(faults))
 
 
-def _faults_of_file(path: Path, chunks: tuple[ChunkRead, ...], *, size: int | None) -> Iterator[str]:
+def _faults_of_file(path: Path, chunks: Sequence[tuple[ChunkEntry, str]], *, size: int) -> Iterator[str]:
+    def fault_of(chunk: ChunkEntry, dtype: str) -> str | None:
+        try:
+            shard.read(chunk, shard.offset(chunk, dtype), into=memoryview(bytearray(chunk.nbytes)))
+        except CheckpointError as error:
+            return f"{error.what}: {error.why}"
+        return None
+
     if path.is_file() and (present := os.path.getsize(path)) != size:
         yield f"{path.name} has {present} bytes, the manifest has {size}"
     try:
         with ShardFile(path) as shard, file_threads() as start:
-            yield from filter(None, start(lambda one: _fault_of_chunk(shard, one), chunks))
+            yield from filter(None, start(fault_of, *zip(*chunks, strict=True)))
     except CheckpointError as error:
         yield f"{error.what} ({error.why}); {len(chunks)} chunks are lost"
-
-
-def _fault_of_chunk(shard: ShardFile, one: ChunkRead) -> str | None:
-    try:
-        offset = shard.offset(one.chunk, one.dtype)
-        shard.read(one.chunk, offset, into=memoryview(bytearray(one.chunk.nbytes)))
-    except CheckpointError as error:
-        return f"{error.what}: {error.why}"
-    return None
 
 
 def _kind_rows(manifest: Manifest) -> Iterator[list[str]]:
     kinds: dict[str, list[TensorEntry]] = {}
     for name, entry in manifest.tensors.items():
-        kind = name.rsplit("/", 1)[0] if "/" in name else kind_of(name)
-        kinds.setdefault(kind, []).append(entry)
+        kinds.setdefault(name.rpartition("/")[0] or name, []).append(entry)
     for kind, entries in kinds.items():
         elements = sum(prod(entry.shape) for entry in entries)
         dtypes = sorted({entry.dtype for entry in entries}, key=list(TORCH_DTYPES).index)
@@ -195,10 +187,9 @@ def _tensor_rows(manifest: Manifest) -> Iterator[list[str]]:
 
 
 def _table(first: str, columns: Iterable[str], *, rows: Iterable[list[str]]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(first, no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="left" if column == "dtype" else "right", no_wrap=True)
+    headers = [Column(first, no_wrap=True)]
+    headers += [Column(name, no_wrap=True, justify="left" if name == "dtype" else "right") for name in columns]
+    table = Table(*headers, box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for row in rows:
         table.add_row(*row)
     return table
@@ -207,11 +198,9 @@ def _table(first: str, columns: Iterable[str], *, rows: Iterable[list[str]]) -> 
 Item = TypeVar("Item")
 
 
-def progress(items: Iterable[Item], label: str) -> Iterator[Item]:
-    """Yield the items and show how many are done."""
-    total = len(items) if isinstance(items, Sized) else None
-    shown = sys.stderr.isatty()
-    yield from track(items, label, total=total, console=Console(stderr=True), transient=True, disable=not shown)
+def track_on_terminal(items: Collection[Item], label: str) -> Iterable[Item]:
+    """Yield the items and show how many are done, on a terminal."""
+    return track(items, label, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
 MAX_LISTED = 20
@@ -243,18 +232,14 @@ class CheckpointDifference:
 
     def text(self) -> str:
         """The report for a terminal."""
-        head = [
-            f"a: {self.paths[0]}",
-            f"b: {self.paths[1]}",
-            f"{count_of(self.num_equal, 'tensor', verb='is')} equal to the bit, {len(self.tensors)} have other values",
-        ]
-        rows = [
-            f"  {one.name}: largest difference {one.largest:.3g}, relative {one.relative:.3g}"
-            for one in self.tensors[:MAX_LISTED]
-        ]
-        more = len(self.tensors) - MAX_LISTED
-        rows += [f"  and {more} more"] if more > 0 else []
-        return "\n".join([*head, *rows, *([self.padding] if self.padding else []), *self.lines])
+        equal = count_of(self.num_equal, "tensor", verb="is")
+        lines = [f"{name}: {path}" for name, path in zip("ab", self.paths, strict=True)]
+        lines.append(f"{equal} equal to the bit, {len(self.tensors)} have other values")
+        for each in self.tensors[:MAX_LISTED]:
+            lines.append(f"  {each.name}: largest difference {each.largest:.3g}, relative {each.relative:.3g}")
+        if len(self.tensors) > MAX_LISTED:
+            lines.append(f"  and {len(self.tensors) - MAX_LISTED} more")
+        return "\n".join(filter(None, [*lines, self.padding, *self.lines]))
 
 
 def diff(first: Path, second: Path) -> CheckpointDifference:
@@ -270,11 +255,14 @@ def diff(first: Path, second: Path) -> CheckpointDifference:
     lines = [*_shape_lines(sides), *_value_lines("config", a=a.config, b=b.config)]
     lines += _value_lines("step", a=a.step, b=b.step) + _value_lines("objects", a=a.objects, b=b.objects)
     shared = [name for name in a.tensors if name in b.tensors and sides[0].shape(name) == sides[1].shape(name)]
-    found = [_compare(sides, name=name) for name in progress(shared, "comparing")]
-    tensors = sorted((one for one in found if one is not None), key=lambda one: -one.relative)
-    paths = sides[0].path, sides[1].path
+    differences = [_compare(sides, name=name) for name in track_on_terminal(shared, "comparing")]
+    tensors = sorted(filter(None, differences), key=lambda difference: -difference.relative)
     return CheckpointDifference(
-        paths, len(shared) - len(tensors), tuple(tensors), tuple(lines), padding=_padding_line(sides, shared)
+        paths=(sides[0].path, sides[1].path),
+        num_equal=len(shared) - len(tensors),
+        tensors=tuple(tensors),
+        lines=tuple(lines),
+        padding=_padding_line(sides, shared),
     )
 
 

@@ -6,8 +6,6 @@
 At most a few chunks of `plan.CHUNK_BYTES` are in memory, whatever the size of the model.
 """
 
-import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -15,15 +13,14 @@ import torch
 
 from nanotrain.checkpoint import commit
 from nanotrain.checkpoint.compatibility import kind_of
+from nanotrain.checkpoint.export_folder import export_folder
 from nanotrain.checkpoint.manifest import Manifest, TensorEntry, to_json
 from nanotrain.checkpoint.read import read_box
-from nanotrain.checkpoint.retention import remove_unfinished
 from nanotrain.checkpoint.store import find_manifest
 from nanotrain.checkpoint.write import ChunkWrite, shard_name, write_shard
 from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.quantities import count_of
-from nanotrain.runs.files import disk_fault
 from nanotrain.spec.boxes import TensorBox
 
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape and dtype
@@ -35,7 +32,7 @@ def average(paths: Sequence[Path], output: Path, *, decay: float | None = None) 
 
     Args:
         paths: step folders, or run folders for their newest.
-        output: the folder to write; must not exist.
+        output: the folder to write; must not exist or be empty.
         decay: weight of a checkpoint relative to the next one, for an exponential moving average; None for the mean.
 
     Returns:
@@ -70,33 +67,22 @@ def write_checkpoint(
     """Write a checkpoint of one shard.
 
     Args:
-        output: the folder to make; must not exist.
+        output: the folder to make; must not exist or be empty.
         shapes: shape and dtype of every tensor by name.
         read: the values of a chunk, called on several threads.
         manifest: step, objects, config and topology.
 
     Raises:
-        CheckpointError: `output` exists.
+        CheckpointError: `output` has files.
         EnvironmentFault: it cannot be written.
     """
-    if os.path.lexists(output):
-        raise CheckpointError(f"{output} exists", why="nothing is overwritten", fix="name another folder")
-    temporary = output.with_name(f".{output.name}.partial-{secrets.token_hex(4)}")  # machines have equal process ids
     tensors = {
         TensorBox.full(name, shape): torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta")
         for name, (shape, dtype) in shapes.items()
     }
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-        commit.require_space(temporary, sum(tensor.nbytes for tensor in tensors.values()))
-        shard = write_shard(temporary / shard_name(0, 1), tensors, manifest=manifest, read=read)
-        commit.write_manifest(temporary, to_json(commit.merge_shards(manifest, [shard])))
-        os.rename(temporary, output)
-    except OSError as error:
-        raise disk_fault(error, output, fix="name another folder") from None
-    finally:
-        remove_unfinished(temporary)
+    with export_folder(output, nbytes=sum(tensor.nbytes for tensor in tensors.values())) as folder:
+        shard = write_shard(folder / shard_name(0, 1), tensors, manifest=manifest, read=read)
+        commit.write_manifest(folder, to_json(commit.merge_shards(manifest, [shard])))
     return output
 
 

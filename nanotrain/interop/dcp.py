@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from nanotrain.checkpoint.export_folder import export_folder
 from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.checkpoint.read import read_box
 from nanotrain.checkpoint.store import find_manifest
-from nanotrain.interop.export_folder import export_folder
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.spec.boxes import TensorBox
 

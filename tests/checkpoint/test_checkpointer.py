@@ -180,13 +180,12 @@ def test_a_run_folder_that_cannot_be_written_is_an_environment_fault(tmp_path: P
         save(tmp_path, 1)
 
 
-def test_latest_and_find_return_the_newest_complete_one(tmp_path: Path) -> None:
+def test_latest_returns_the_newest_complete_one(tmp_path: Path) -> None:
     assert checkpointer(tmp_path).latest() is None
     save(tmp_path, 1)
     path = save(tmp_path, 2)
 
     assert checkpointer(tmp_path).latest() == path
-    assert checkpointer(tmp_path).find(tmp_path) == path
 
 
 def test_a_save_in_the_background_holds_what_the_tensors_were_when_it_started(tmp_path: Path) -> None:

@@ -195,6 +195,4 @@ def test_every_rank_finds_the_same_checkpoint(ctx: ParallelContext, tmp_path: Pa
 
     assert own.latest() is None
     path = save(ctx, str(tmp_path), 4)
-    assert str(own.latest()) == path == str(own.find(tmp_path))
-    with pytest.raises(NanotrainError, match="there is no such folder"):
-        own.find(tmp_path / "nowhere")
+    assert str(own.latest()) == path

@@ -47,6 +47,6 @@ def test_checkpoints_of_another_model_and_existing_folders_are_refused(tmp_path:
     paths = [save(tmp_path, 1), save(tmp_path, 2, rows=7)]
     with pytest.raises(CheckpointError, match=r"model/a is fp32 \[6, 4\] in .* and fp32 \[7, 4\]"):
         average(paths, tmp_path / "averaged")
-    with pytest.raises(CheckpointError, match="exists: nothing is overwritten"):
+    with pytest.raises(CheckpointError, match="checkpoints is not empty: it contains step-00000001"):
         average(paths[:1], tmp_path / "checkpoints")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]

@@ -42,7 +42,7 @@ def test_diff_average_and_verify(run_dir, tmp_path, capsys):
     assert "weight: largest difference" in capsys.readouterr().out
     average = ["checkpoint", "average", step(run_dir, 1), step(run_dir, 3), "--output", str(tmp_path / "mean")]
     assert main(average) == 0 and main(["checkpoint", "verify", str(tmp_path / "mean")]) == 0
-    assert main(average) == 2 and "exists" in capsys.readouterr().err
+    assert main(average) == 2 and "is not empty" in capsys.readouterr().err
     assert main([*average[:3], *average[4:-1], str(tmp_path / "one")]) == 0
     assert "averaged over 1 checkpoint\n" in capsys.readouterr().out
     for manifest in (tmp_path / "mean").rglob("manifest.json"):

@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nanotrain.checkpoint.export_folder import export_folder
 from nanotrain.config.config import ModelConfig
 from nanotrain.errors import HuggingFaceError
-from nanotrain.interop.export_folder import export_folder
 from nanotrain.interop.hf.companions import CONFIG_FILE, Companions
 from nanotrain.interop.hf.families import FAMILIES, config_to_hf, family_of
 from nanotrain.interop.hf.hub import CARD_FILE, model_card

@@ -67,11 +67,11 @@ def import_hf(folder: Path, output: Path) -> str:
 
     Args:
         folder: config.json and weights.
-        output: the step folder to write; must not exist.
+        output: the step folder to write; must not exist or be empty.
 
     Raises:
         HuggingFaceError: an unsupported model, or damaged files.
-        CheckpointError: `output` exists.
+        CheckpointError: `output` has files.
     """
     model_config = model_from_hf(folder)
     shapes = {f"model/{spec.name}": spec.shape for spec in declare_model(ModelShape.of(model_config))}

@@ -19,6 +19,7 @@ from torch import Tensor
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.compatibility import has_weights_alone, vocabulary_rows, weights_alone
 from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
+from nanotrain.checkpoint.store import step_of
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.schema import config_from_dict, to_dict
 from nanotrain.data.build import first_blend, uses_quickstart
@@ -221,7 +222,7 @@ def _flat(section: Any) -> dict[str, Any]:
 
 
 def _fall_back(start: Path, checkpointer: Checkpointer, *, error: DamagedCheckpoint) -> Path:
-    older = checkpointer.older_than(start)
+    older = checkpointer.latest(below=step_of(start))
     if older is None:
         raise DamagedCheckpoint(
             f"no checkpoint in {start.parent} can be used",

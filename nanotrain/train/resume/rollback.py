@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from statistics import median
 
-from nanotrain.checkpoint.store import step_folder
+from nanotrain.checkpoint.store import step_of
 from nanotrain.errors import TrainingFault
 from nanotrain.log import get_logger
 from nanotrain.train.resume.restore import restore
@@ -52,12 +52,11 @@ def checkpoint_before_spike(run: Run) -> Path | None:
         TrainingFault: the run spikes again and again, and no older checkpoint is left.
     """
     state = run.state
-    newest = run.checkpointer.older_than(step_folder(run.checkpointer.folder, state.step))
+    newest = run.checkpointer.latest(below=state.step)
     if newest is None or state.step > state.spike_step:
         return newest
     # The newest checkpoint may be one that was saved after the last rollback.
-    last = step_folder(run.checkpointer.folder, state.rollback_step) if state.rollback_step else newest
-    older = run.checkpointer.older_than(last)
+    older = run.checkpointer.latest(below=state.rollback_step or step_of(newest))
     if older is None:
         raise TrainingFault(
             f"the loss of step {state.step} is a spike again, after going back from step {state.spike_step}",
