@@ -21,8 +21,8 @@ from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import OptimConfig
 from nanotrain.interop.hf.families import FAMILIES, load_families, model_from_hf
+from nanotrain.optim import OPTIMIZERS
 from nanotrain.optim.lr import LR_DECAYS
-from nanotrain.optim.optimizers import OPTIMIZERS
 from nanotrain.optim.rule import ParamRange, UpdateRule, UpdateStep
 from nanotrain.parallel.cp import CORE_ATTENTIONS, SDPAttention
 from nanotrain.parallel.cp.split import join_shards, local_chunks

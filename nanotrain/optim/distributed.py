@@ -16,7 +16,6 @@ Source: Rajbhandari et al. 2020 (ZeRO), section 5.1; Megatron-LM, `distrib_optim
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,12 +24,11 @@ from torch.profiler import record_function
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.config.config import OptimConfig
-from nanotrain.optim.matrices import Balance
+from nanotrain.optim import OPTIMIZERS
 from nanotrain.optim.matrix_update import MatrixUpdate, grid_groups
 from nanotrain.optim.offload import HostUpdate
-from nanotrain.optim.optimizers import OPTIMIZERS
-from nanotrain.optim.rule import UpdateRule, UpdateStep
-from nanotrain.optim.state import BucketState, PartState, WeightAverage
+from nanotrain.optim.rule import UpdateStep
+from nanotrain.optim.state import BucketState, WeightAverage
 from nanotrain.optim.stored import StoredTensor
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.precision.dtypes import Precision
@@ -130,14 +128,9 @@ class DistributedOptimizer:
         else:  # multiplied when they are read
             for part in self._parts:
                 part.grad_factor = factor.to(part.grad.device)
-        step = UpdateStep(
-            self._config,
-            self._num_updates,
-            lr,
-            lr if decoupled_lr is None else decoupled_lr,
-            self._config.weight_decay if weight_decay is None else weight_decay,
-            found_inf,
-        )
+        decoupled_lr = lr if decoupled_lr is None else decoupled_lr
+        weight_decay = self._config.weight_decay if weight_decay is None else weight_decay
+        step = UpdateStep(self._config, self._num_updates, lr, decoupled_lr, weight_decay, found_inf)
         with record_function(f"Optimizer.step#{self._config.optimizer}"):  # named in traces as torch names its own
             self._run_rules(step)
         return Update(norm, ~is_finite, total[1:], scale)
@@ -174,7 +167,11 @@ class DistributedOptimizer:
         They are views. Tensors that are stored with scales are fp32 copies, which `finish_load` writes back.
         """
         self._loading.clear()
-        return {box: view for state in self._states for box, view in state.tensors(state.ranges, copies=self._loading)}
+        return {
+            box: view
+            for state in self._states
+            for box, view in state.tensors(state.bucket.update_ranges, copies=self._loading)
+        }
 
     def grad_tensors(self, *, once: bool = False) -> dict[TensorBox, Tensor]:
         """Reduced gradients of the last step on this rank, as views; `once`: every element on one rank only.
@@ -184,7 +181,7 @@ class DistributedOptimizer:
         return {
             box: view
             for state in self._states
-            for box, view in state.grad_tensors(state.ranges_to_save if once else state.ranges)
+            for box, view in state.grad_tensors(state.ranges_to_save if once else state.bucket.update_ranges)
         }
 
     def tensors_to_save(self, only: str | None = None) -> dict[TensorBox, Tensor]:
@@ -215,7 +212,7 @@ class DistributedOptimizer:
         self.copy_main_to_model_params()
 
     @property
-    def matrix_balances(self) -> list[Balance]:
+    def matrix_balances(self) -> list[str]:
         """How the hidden matrices are divided over ranks, of dense and of expert matrices."""
         return [update.balance for update in self._matrix_updates if update.balance is not None]
 
@@ -223,28 +220,18 @@ class DistributedOptimizer:
         self, wrappers: Sequence[DataParallel], groups: Mapping[GroupName, Group]
     ) -> list[MatrixUpdate]:
         """One per grid of ranks: dense and expert buffers, of all stages together."""
-        if self._rule.matrix is None:
+        rule, updates = self._rule.matrix, []
+        if rule is None:
             return []
-        by_bucket = {id(state.bucket): state for state in self._states}
-        updates = []
+        parts_of = {id(state.bucket): [part for part in state.parts if part.part.is_matrix] for state in self._states}
         for name in dict.fromkeys(wrapper.groups.shard.name for wrapper in wrappers):
             chosen = [wrapper for wrapper in wrappers if wrapper.groups.shard.name == name]
-            states = [by_bucket[id(bucket)] for wrapper in chosen for bucket in wrapper.buckets]
-            updates.append(
-                MatrixUpdate(
-                    [wrapper.layout for wrapper in chosen],
-                    [[part for part in state.parts if part.part.is_matrix] for state in states],
-                    rule=self._rule.matrix,
-                    config=self._config,
-                    groups=grid_groups(
-                        chosen[0].groups.shard,
-                        chosen[0].groups.replicate,
-                        groups=groups,
-                        config=self._config,
-                        shards_across=chosen[0].groups.shards_across,
-                    ),
-                )
+            layouts, reduce = [wrapper.layout for wrapper in chosen], chosen[0].groups
+            parts = [parts_of[id(bucket)] for wrapper in chosen for bucket in wrapper.buckets]
+            grid = grid_groups(
+                reduce.shard, reduce.replicate, groups=groups, config=self._config, shards_across=reduce.shards_across
             )
+            updates.append(MatrixUpdate(layouts, parts, rule=rule, config=self._config, groups=grid))
         return updates
 
     def _run_rules(self, step: UpdateStep) -> None:
@@ -260,18 +247,12 @@ class DistributedOptimizer:
         if self._ranges:
             self._rule.update(self._ranges, step)
         for part in self._converted:
-            part.update(lambda ranges: self._rule.update(ranges, step))
+            part.update(self._rule, step)
         for part in self._parts:
             if part.host is None:
                 part.copy_main_to_model_params()
         if self._host is not None and on_host is not None:
-            self._host.run(partial(_update_on_host, rule=self._rule, step=on_host))
-
-
-def _update_on_host(part: PartState, *, rule: UpdateRule, step: UpdateStep) -> None:
-    """Update a part in host memory; parts of matrices were updated by `MatrixUpdate`."""
-    if not part.part.is_matrix:
-        part.update(lambda ranges: rule.update(ranges, step))
+            self._host.run(self._rule, on_host)
 
 
 def squared_norm(grad_shards: Sequence[Tensor], *, device: torch.device) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from nanotrain.config.config import OptimConfig
 from nanotrain.optim.rule import ParamRange, UpdateRule, UpdateStep, param_groups
 
 
@@ -59,11 +58,6 @@ def update_lion(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
 LION = UpdateRule(state_names=lambda config: ("exp_avg",), update=update_lion)
 
 
-def state_names(config: OptimConfig) -> tuple[str, ...]:
-    """Without momentum there is no state."""
-    return ("momentum_buffer",) if config.sgd_momentum else ()
-
-
 def update_sgd(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
     """Update the momentum buffer and the main params."""
     momentum = step.config.sgd_momentum
@@ -85,4 +79,4 @@ def update_sgd(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
         )
 
 
-SGD = UpdateRule(state_names=state_names, update=update_sgd)
+SGD = UpdateRule(lambda config: ("momentum_buffer",) if config.sgd_momentum else (), update=update_sgd)

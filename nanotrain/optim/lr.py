@@ -56,13 +56,6 @@ class LRSchedule:
         iters = self.optim.lr_decay_iters
         return self.train_samples if iters is None else iters * self.samples_per_step
 
-    @property
-    def wsd_decay_samples(self) -> int:
-        """WSD: samples of the final decay."""
-        if self.optim.lr_wsd_decay_samples is not None:
-            return self.optim.lr_wsd_decay_samples
-        return (self.optim.lr_wsd_decay_iters or 0) * self.samples_per_step
-
     def lr_at(self, consumed_samples: int) -> float:
         """Learning rate of the step that starts at `consumed_samples`."""
         optim = self.optim
@@ -110,7 +103,9 @@ def _inverse_square_root(curve: LRSchedule, consumed: int) -> float:
 
 
 def _wsd(curve: LRSchedule, consumed: int) -> float:
-    length = curve.wsd_decay_samples
+    length = curve.optim.lr_wsd_decay_samples
+    if length is None:
+        length = (curve.optim.lr_wsd_decay_iters or 0) * curve.samples_per_step
     start = curve.decay_samples - length
     if consumed <= start:
         return curve.optim.lr

@@ -4,7 +4,7 @@
     assign        matrices -> owners, with balanced FLOPs
     Placed        a matrix, its owner, and its pieces in the shards of its bucket
     place         all matrices of several buffer layouts
-    Balance       matrices and FLOPs per rank, for the log
+    describe      matrices and FLOPs per rank, for the log
 
 A matrix is divided over a grid of ranks (replicate, shard, tensor):
 
@@ -16,7 +16,7 @@ A matrix is divided over a grid of ranks (replicate, shard, tensor):
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -55,8 +55,9 @@ class Matrix:
     def shape(self) -> Shape:
         """Rows and columns of the full matrix."""
         rows, columns = self.local_shape
-        return rows * (self.num_blocks if self.sharded_dim == 0 else 1), columns * (
-            self.num_blocks if self.sharded_dim == 1 else 1
+        return (
+            rows * (self.num_blocks if self.sharded_dim == 0 else 1),
+            columns * (self.num_blocks if self.sharded_dim == 1 else 1),
         )
 
 
@@ -64,9 +65,13 @@ class Matrix:
 class Piece:
     """Consecutive elements of a local matrix in one shard of its bucket."""
 
-    shard: int  # index of the rank in the shard axis of the grid
-    start: int  # first element in what that rank updates of the bucket
-    numel: int
+    start: int  # first element in what the rank of the shard updates of the bucket
+    elements: slice  # of the local matrix
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.elements.stop - self.elements.start
 
 
 @dataclass(frozen=True)
@@ -75,38 +80,10 @@ class Placed:
 
     matrix: Matrix
     bucket: int  # number of the bucket, over all layouts
-    pieces: tuple[Piece, ...]  # in order; together they are the local matrix
+    # by the index of the rank in the shard axis of the grid; in their order in the local matrix, which they make up
+    pieces: Mapping[int, Piece]
     owner: Coordinate
-
-    def piece_of(self, shard: int) -> Piece | None:
-        """The piece in one shard."""
-        return next((piece for piece in self.pieces if piece.shard == shard), None)
-
-    def elements_of(self, shard: int) -> slice:
-        """The elements of the local matrix in one shard."""
-        start = 0
-        for piece in self.pieces:
-            if piece.shard == shard:
-                return slice(start, start + piece.numel)
-            start += piece.numel
-        return slice(0)
-
-
-@dataclass(frozen=True)
-class Balance:
-    """How the work is divided over the ranks of a grid."""
-
-    num_matrices: int
-    num_ranks: int
-    fewest: int  # matrices of the rank with the fewest
-    most: int
-    busiest: float  # FLOPs of the busiest rank relative to the mean
-
-    def __str__(self) -> str:
-        return (
-            f"{self.num_matrices} matrices over {count_of(self.num_ranks, 'rank')}, {self.fewest} to {self.most} "
-            f"per rank, FLOPs of the busiest rank {self.busiest:.2f} times the mean"
-        )
+    flops: int  # of its update
 
 
 def matrices_of(param: LocalParam, *, splits_tensors: bool) -> list[Matrix]:
@@ -141,46 +118,51 @@ def assign(flops: Sequence[int], sizes: Coordinate) -> list[Coordinate]:
     return owners
 
 
-def balance(flops: Sequence[int], owners: Sequence[Coordinate], *, sizes: Coordinate) -> Balance:
-    """The balance of an assignment."""
-    num_ranks, counts = sizes.replicate * sizes.shard * sizes.tensor, Counter(owners)
-    work: Counter[Coordinate] = Counter()
-    for owner, cost in zip(owners, flops, strict=True):
-        work[owner] += cost
+def describe(placed: Sequence[Placed], sizes: Coordinate) -> str:
+    """How many matrices and FLOPs the ranks of a grid have."""
+    num_ranks, counts = sizes.replicate * sizes.shard * sizes.tensor, Counter(each.owner for each in placed)
+    flops: Counter[Coordinate] = Counter()
+    for each in placed:
+        flops[each.owner] += each.flops
     fewest = min(counts.values()) if len(counts) == num_ranks else 0
-    return Balance(len(flops), num_ranks, fewest, max(counts.values()), max(work.values()) / (sum(flops) / num_ranks))
+    return (
+        f"{len(placed)} matrices over {count_of(num_ranks, 'rank')}, {fewest} to {max(counts.values())} per rank, "
+        f"FLOPs of the busiest rank {max(flops.values()) * num_ranks / flops.total():.2f} times the mean"
+    )
 
 
-def list_matrices(layouts: Iterable[BufferLayout], *, splits_tensors: bool) -> list[tuple[Matrix, int, FlatRange]]:
-    """The matrices of several layouts, with the number of their bucket and their entry in it."""
+def split_matrix(matrix: Matrix, entry: FlatRange, *, bucket: BucketLayout) -> dict[int, Piece]:
+    """The pieces of a matrix by shard of its bucket."""
+    first = entry.start - bucket.start + matrix.index * matrix.local_numel
+    last, length = first + matrix.local_numel, bucket.update_numel
+    pieces = {}
+    for number in range(first // length, -(-last // length)):
+        start, stop = max(first, number * length), min(last, (number + 1) * length)
+        # Parts of one shard follow each other in the bucket; ranks of one instance in their group.
+        shard, outer = divmod(number, bucket.num_outer_shards)
+        pieces[outer * bucket.num_shards + shard] = Piece(start - number * length, slice(start - first, stop - first))
+    return pieces
+
+
+def place(
+    layouts: Sequence[BufferLayout], *, sizes: Coordinate, flops_of: Callable[[Shape], int], splits_tensors: bool
+) -> tuple[Placed, ...]:
+    """All matrices of layouts with their pieces and owners.
+
+    Args:
+        layouts: layouts of the buffers that are sharded over one grid.
+        sizes: sizes of the grid.
+        flops_of: FLOPs of the update of a matrix of this shape.
+        splits_tensors: see `matrices_of`.
+    """
     buckets = [bucket for layout in layouts for bucket in layout.buckets]
-    return [
-        (matrix, number, entry)
+    listed = [
+        (matrix, number, split_matrix(matrix, entry, bucket=bucket))
         for number, bucket in enumerate(buckets)
         for entry in bucket.params
         if entry.param.spec.needs_whole_matrix
         for matrix in matrices_of(entry.param, splits_tensors=splits_tensors)
     ]
-
-
-def split_matrix(matrix: Matrix, entry: FlatRange, *, bucket: BucketLayout) -> tuple[Piece, ...]:
-    """The pieces of a matrix in the shards of its bucket."""
-    first = entry.start - bucket.start + matrix.index * matrix.local_numel
-    last, length = first + matrix.local_numel, bucket.update_numel
-    pieces = []
-    for number in range(first // length, -(-last // length)):
-        start, stop = max(first, number * length), min(last, (number + 1) * length)
-        # Parts of one shard follow each other in the bucket; ranks of one instance in their group.
-        shard, outer = divmod(number, bucket.num_outer_shards)
-        pieces.append(Piece(outer * bucket.num_shards + shard, start - number * length, stop - start))
-    return tuple(pieces)
-
-
-def place(layouts: Sequence[BufferLayout], *, owners: Sequence[Coordinate], splits_tensors: bool) -> tuple[Placed, ...]:
-    """All matrices of layouts with their owners, from `assign`, and pieces."""
-    buckets = [bucket for layout in layouts for bucket in layout.buckets]
-    listed = list_matrices(layouts, splits_tensors=splits_tensors)
-    return tuple(
-        Placed(matrix, number, split_matrix(matrix, entry, bucket=buckets[number]), owner)
-        for (matrix, number, entry), owner in zip(listed, owners, strict=True)
-    )
+    flops = [flops_of(matrix.shape) for matrix, _, _ in listed]
+    owners = assign(flops, sizes)
+    return tuple(Placed(*each, owner, cost) for each, owner, cost in zip(listed, owners, flops, strict=True))

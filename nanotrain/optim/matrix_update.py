@@ -22,6 +22,7 @@ matrix is transformed once in the grid, so replicas receive equal bits.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from torch import Tensor
 from nanotrain.comm.all_to_all import start_all_to_all
 from nanotrain.comm.group import Group
 from nanotrain.config.config import MuonTPMode, OptimConfig
-from nanotrain.optim.matrices import Balance, Coordinate, Piece, Placed, assign, balance, list_matrices, place
+from nanotrain.optim.matrices import Coordinate, Piece, Placed, describe, place
 from nanotrain.optim.rule import MatrixRule, ParamRange, UpdateStep
 from nanotrain.optim.state import PartState
 from nanotrain.parallel.dp.layout import BufferLayout
@@ -55,15 +56,8 @@ class GridGroups:
         return Coordinate(self.replicate.size, self.shard.size, self.tensor.size)
 
 
-@dataclass(frozen=True)
-class MatrixSlice:
-    """The number of a matrix, and how many of its elements are sent or received."""
-
-    number: int
-    numel: int
-
-
-MatrixSlices = tuple[tuple[MatrixSlice, ...], ...]  # by rank of the group
+# by rank of the group, the numbers of matrices and how many of their elements are sent or received
+MatrixSlices = Sequence[Sequence[tuple[int, int]]]
 
 
 class Route:
@@ -78,7 +72,7 @@ class Route:
     def __init__(self, group: Group | GroupSpec, *, sends: MatrixSlices, receives: MatrixSlices) -> None:
         self._group, self._sends, self._receives = group, sends, receives
         self._input_splits, self._output_splits = (
-            [sum(block.numel for block in blocks) for blocks in by_rank] for by_rank in (sends, receives)
+            [sum(numel for _, numel in blocks) for blocks in by_rank] for by_rank in (sends, receives)
         )
 
     @property
@@ -93,22 +87,17 @@ class Route:
             part: any shape, in the dtype of `like`.
             like: an example for dtype and device.
         """
-        parts = [part(block.number, rank).reshape(-1) for rank, by in enumerate(self._sends) for block in by]
+        parts = [part(number, rank).reshape(-1) for rank, by in enumerate(self._sends) for number, _ in by]
         flat = torch.cat([like.new_empty(0), *parts])
         output = flat
         if self._group.size > 1:
             assert isinstance(self._group, Group), "a spec is for plans"
             output = flat.new_empty(sum(self._output_splits))
-            start_all_to_all(
-                output,
-                flat,
-                output_splits=self._output_splits,
-                input_splits=self._input_splits,
-                group=self._group,
-            ).wait()
+            splits = {"output_splits": self._output_splits, "input_splits": self._input_splits}
+            start_all_to_all(output, flat, group=self._group, **splits).wait()
         received = [block for by_rank in self._receives for block in by_rank]
-        views = output.split([block.numel for block in received])
-        return [(block.number, view) for block, view in zip(received, views, strict=True)]
+        views = output.split([numel for _, numel in received])
+        return [(number, view) for (number, _), view in zip(received, views, strict=True)]
 
 
 class WholeMatrices:
@@ -126,25 +115,24 @@ class WholeMatrices:
         local = [(n, p) for n, p in here if p.owner.shard == self._me.shard]
         shards, tensors = range(groups.sizes.shard), range(groups.sizes.tensor)
 
-        pieces_sent = tuple(_pieces(((n, p) for n, p in here if p.owner.shard == s), self._me.shard) for s in shards)
-        pieces_received = tuple(_pieces(local, shard) for shard in shards)
+        pieces_sent = [_pieces(((n, p) for n, p in here if p.owner.shard == s), self._me.shard) for s in shards]
+        pieces_received = [_pieces(local, shard) for shard in shards]
         self._gather = Route(groups.shard, sends=pieces_sent, receives=pieces_received)
         self._scatter = Route(groups.shard, sends=pieces_received, receives=pieces_sent)
 
         by_tensor = [[(n, p) for n, p in local if p.owner.tensor == t] for t in tensors]
         mine = by_tensor[self._me.tensor]
         # A replicated matrix is read at its owner only, and returned to all.
-        sends = tuple(_locals(by_tensor[t], reads_replicas=t == self._me.tensor) for t in tensors)
-        receives = tuple(_locals(mine, reads_replicas=t == self._me.tensor) for t in tensors)
+        sends = [_locals(by_tensor[t], reads_replicas=t == self._me.tensor) for t in tensors]
+        receives = [_locals(mine, reads_replicas=t == self._me.tensor) for t in tensors]
         self._join = Route(groups.tensor, sends=sends, receives=receives)
-        sends = tuple(_locals(mine) for _ in tensors)
-        self._split = Route(groups.tensor, sends=sends, receives=tuple(map(_locals, by_tensor)))
-
-        by_replicate = tuple(
-            _pieces(((n, p) for n, p in numbered if p.owner.replicate == r), self._me.shard)
-            for r in range(groups.sizes.replicate)
+        self._split = Route(
+            groups.tensor, sends=[_locals(mine) for _ in tensors], receives=list(map(_locals, by_tensor))
         )
-        mine_to_all = (by_replicate[self._me.replicate],) * len(by_replicate)
+
+        replicas = [[(n, p) for n, p in numbered if p.owner.replicate == r] for r in range(groups.sizes.replicate)]
+        by_replicate = [_pieces(replica, self._me.shard) for replica in replicas]
+        mine_to_all = [by_replicate[self._me.replicate]] * len(by_replicate)
         self._spread = Route(groups.replicate, sends=mine_to_all, receives=by_replicate)
 
     def sent_numel(self) -> dict[str, int]:
@@ -173,8 +161,9 @@ class WholeMatrices:
         joined = _by_number(self._join.run(lambda number, _: local[number], like=like))
         results = {number: transform(self._full(number, blocks), number) for number, blocks in joined.items()}
         local = dict(self._split.run(lambda number, rank: self._block(results[number], number, rank=rank), like=like))
+        pieces = [each.pieces for each in self._placed]
         scattered = dict(
-            self._scatter.run(lambda number, rank: self._piece(local[number], number, shard=rank), like=like)
+            self._scatter.run(lambda number, rank: local[number][pieces[number][rank].elements], like=like)
         )
         return self._spread.run(lambda number, _: scattered[number], like=like)
 
@@ -185,8 +174,8 @@ class WholeMatrices:
         the order of the ranks is not that of the pieces.
         """
         pieces = self._placed[number].pieces
-        by_rank = dict(zip(sorted(piece.shard for piece in pieces), parts, strict=True))
-        return torch.cat([by_rank[piece.shard] for piece in pieces])
+        by_rank = dict(zip(sorted(pieces), parts, strict=True))
+        return torch.cat([by_rank[shard] for shard in pieces])
 
     def _full(self, number: int, blocks: Sequence[Tensor]) -> Tensor:
         """[rows, columns] from the blocks of the tensor-parallel ranks."""
@@ -198,10 +187,6 @@ class WholeMatrices:
         """The rows or columns of one tensor-parallel rank."""
         matrix = self._placed[number].matrix
         return full if matrix.sharded_dim is None else full.chunk(matrix.num_blocks, dim=matrix.sharded_dim)[rank]
-
-    def _piece(self, local: Tensor, number: int, *, shard: int) -> Tensor:
-        """The elements of one shard."""
-        return local[self._placed[number].elements_of(shard)]
 
 
 class MatrixUpdate:
@@ -226,10 +211,10 @@ class MatrixUpdate:
     ) -> None:
         self._rule, self._config, self._buckets = rule, config, buckets
         self._first = [parts[0].part.start if parts else 0 for parts in buckets]  # element of the shard
-        self._placed, self.balance = plan_matrices(layouts, rule, config=config, groups=groups)
-        self._whole = WholeMatrices(self._placed, groups)
-        pieces = ((number, placed.piece_of(groups.shard.index)) for number, placed in enumerate(self._placed))
-        self._pieces = {number: piece for number, piece in pieces if piece is not None}  # this rank's
+        self._placed = plan_matrices(layouts, rule, config=config, groups=groups)
+        self.balance = describe(self._placed, groups.sizes) if self._placed else None
+        self._whole, me = WholeMatrices(self._placed, groups), groups.shard.index
+        self._pieces = {number: each.pieces[me] for number, each in enumerate(self._placed) if me in each.pieces}
         self._in_bucket: dict[int, list[tuple[Piece, Placed]]] = defaultdict(list)
         for number, piece in self._pieces.items():
             self._in_bucket[self._placed[number].bucket].append((piece, self._placed[number]))
@@ -289,14 +274,11 @@ class MatrixUpdate:
 
 def plan_matrices(
     layouts: Sequence[BufferLayout], rule: MatrixRule, *, config: OptimConfig, groups: GridGroups
-) -> tuple[tuple[Placed, ...], Balance | None]:
-    """The matrices of a grid with their owners, and their balance; None without matrices."""
+) -> tuple[Placed, ...]:
+    """The matrices of a grid with their pieces and owners."""
     splits_tensors = config.muon_tp_mode is not MuonTPMode.blockwise
-    listed = list_matrices(layouts, splits_tensors=splits_tensors)
-    flops = [rule.flops(matrix.shape, config) for matrix, _, _ in listed]
-    owners = assign(flops, groups.sizes)
-    placed = place(layouts, owners=owners, splits_tensors=splits_tensors)
-    return placed, balance(flops, owners, sizes=groups.sizes) if placed else None
+    flops_of = partial(rule.flops, config=config)
+    return place(layouts, sizes=groups.sizes, flops_of=flops_of, splits_tensors=splits_tensors)
 
 
 def grid_groups(
@@ -327,19 +309,15 @@ def grid_groups(
     return GridGroups(Group.single_rank(replicate.name, replicate.rank), all_shards, tensor)
 
 
-def _pieces(placed: Iterable[tuple[int, Placed]], shard: int) -> tuple[MatrixSlice, ...]:
-    """The pieces of matrices in one shard; those of other matrices are left out."""
-    pieces = ((number, each.piece_of(shard)) for number, each in placed)
-    return tuple(MatrixSlice(number, piece.numel) for number, piece in pieces if piece is not None)
+def _pieces(placed: Iterable[tuple[int, Placed]], shard: int) -> list[tuple[int, int]]:
+    """The pieces of matrices in one shard; matrices without elements in it are left out."""
+    return [(number, each.pieces[shard].numel) for number, each in placed if shard in each.pieces]
 
 
-def _locals(placed: Iterable[tuple[int, Placed]], *, reads_replicas: bool = True) -> tuple[MatrixSlice, ...]:
+def _locals(placed: Iterable[tuple[int, Placed]], *, reads_replicas: bool = True) -> list[tuple[int, int]]:
     """The local matrices; replicated ones only if `reads_replicas`."""
-    return tuple(
-        MatrixSlice(number, each.matrix.local_numel)
-        for number, each in placed
-        if reads_replicas or each.matrix.sharded_dim is not None
-    )
+    chosen = ((n, each.matrix) for n, each in placed if reads_replicas or each.matrix.sharded_dim is not None)
+    return [(number, matrix.local_numel) for number, matrix in chosen]
 
 
 def _by_number(received: Iterable[tuple[int, Tensor]]) -> dict[int, list[Tensor]]:

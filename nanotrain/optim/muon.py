@@ -10,14 +10,14 @@ Source: Jordan et al. 2024, "Muon"; Liu et al. 2025, "Muon is Scalable for LLM T
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from nanotrain.config.config import MatmulPrecision, MuonScaleMode, OptimConfig
 from nanotrain.optim.elementwise import ADAM, LION
-from nanotrain.optim.rule import MatrixRule, ParamRange, Shape, UpdateRule, UpdateStep
+from nanotrain.optim.rule import MatrixRule, ParamRange, Shape, UpdateRule
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial
 EPSILON = 1e-7  # least norm that a direction is divided by
@@ -76,19 +76,9 @@ def dtype_of(config: OptimConfig) -> torch.dtype:
     return torch.bfloat16 if config.muon_fp32_matmul_prec is MatmulPrecision.medium else torch.float32
 
 
-def scalar_state_names(config: OptimConfig) -> tuple[str, ...]:
-    """The state of the rule for all other parameters."""
-    return SCALAR_RULES[config.muon_scalar_optimizer].state_names(config)
-
-
-def update_scalars(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
-    """Update all other parameters."""
-    SCALAR_RULES[step.config.muon_scalar_optimizer].update(ranges, step)
-
-
-MUON = UpdateRule(
-    state_names=scalar_state_names,
-    update=update_scalars,
+MUON = UpdateRule(  # parameters that are no hidden matrices have the scalar rule
+    state_names=lambda config: SCALAR_RULES[config.muon_scalar_optimizer].state_names(config),
+    update=lambda ranges, step: SCALAR_RULES[step.config.muon_scalar_optimizer].update(ranges, step),
     matrix=MatrixRule(
         state_names=("momentum_buffer",),
         direction=update_momentum,

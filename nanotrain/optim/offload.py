@@ -9,12 +9,13 @@ Values are those of the same rule on the host; gradients and parameters are copi
 Source: Ren et al. 2021 (ZeRO-Offload), section 4.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from nanotrain.comm.device import BufferCopies, BufferCopy
 from nanotrain.errors import ConfigError
+from nanotrain.optim.rule import UpdateRule, UpdateStep
 from nanotrain.optim.state import PartState
 
 
@@ -41,15 +42,17 @@ class HostUpdate:
         for arrival in self._arrivals:
             arrival.wait_on_host()
 
-    def run(self, update: Callable[[PartState], None]) -> None:
+    def run(self, rule: UpdateRule, step: UpdateStep) -> None:
         """Update each part once its gradients have arrived, and copy its params to the device.
 
+        `MatrixUpdate` has updated the parts of matrices before.
         The device's stream waits for the copies. The buffers of a part can be reused at once: on the copy stream the
         parameter copies of the previous step precede the gradient copies of this one.
         """
         for (part, host), arrival in zip(self._parts, self._arrivals, strict=True):
             arrival.wait_on_host()
-            update(part)
+            if not part.part.is_matrix:
+                part.update(rule, step)
             part.main_in_chunks_to(host.params)
             self._copies.start(part.model_params, host.params)
         self._copies.finish()

@@ -54,10 +54,6 @@ class UpdateStep:
         """The learning rate of a range."""
         return self.decoupled_lr if part.is_decoupled else self.lr
 
-    def weight_decay_of(self, part: ParamRange) -> float:
-        """The weight decay of a range; 0 where none applies."""
-        return self.weight_decay if part.weight_decay else 0.0
-
 
 @dataclass(frozen=True)
 class MatrixRule:
@@ -91,18 +87,10 @@ class ParamGroup:
     """Ranges with the same hyperparameters."""
 
     ranges: list[ParamRange]
+    main_params: list[Tensor]  # of every range
+    grads: list[Tensor]  # of every range
     lr: float
     weight_decay: float
-
-    @property
-    def main_params(self) -> list[Tensor]:
-        """The main params of every range."""
-        return [part.main_param for part in self.ranges]
-
-    @property
-    def grads(self) -> list[Tensor]:
-        """The gradients of every range."""
-        return [part.grad for part in self.ranges]
 
     def state(self, name: str) -> list[Tensor]:
         """One state tensor of every range."""
@@ -115,5 +103,7 @@ def param_groups(ranges: Sequence[ParamRange], step: UpdateStep) -> list[ParamGr
     for decays, decoupled in product((True, False), (False, True)):
         chosen = [part for part in ranges if part.weight_decay is decays and part.is_decoupled is decoupled]
         if chosen:
-            groups.append(ParamGroup(chosen, step.lr_of(chosen[0]), step.weight_decay_of(chosen[0])))
+            params, grads = [part.main_param for part in chosen], [part.grad for part in chosen]
+            weight_decay = step.weight_decay if decays else 0.0
+            groups.append(ParamGroup(chosen, params, grads, step.lr_of(chosen[0]), weight_decay))
     return groups

@@ -17,7 +17,7 @@ If everything is stored in fp32, the ranges are views, made once. Otherwise one 
 updated and stored again.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -27,8 +27,8 @@ from torch import Tensor
 
 from nanotrain.comm.device import host_zeros
 from nanotrain.config.config import OptimConfig
-from nanotrain.optim.optimizers import OPTIMIZERS
-from nanotrain.optim.rule import ParamRange, UpdateRule
+from nanotrain.optim import OPTIMIZERS
+from nanotrain.optim.rule import ParamRange, UpdateRule, UpdateStep
 from nanotrain.optim.stored import SCALE_BLOCK, StoredTensor, stored_bytes
 from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.data_parallel import DataParallel
@@ -127,33 +127,23 @@ class HostBuffers:
     params: Tensor  # [numel] model params in their dtype, on the host
 
 
+@dataclass(eq=False)
 class PartState:
-    """Optimizer state of one part.
+    """Optimizer state of one part."""
 
-    Args:
-        part: its elements and params.
-        main: [numel] main params.
-        state: [numel] state tensors by name.
-        grad: [numel] reduced gradients, fp32 or `--main-grads-dtype`.
-        model_params: [numel] model params; the values of `main` where they have its dtype.
-        host: buffers of a part whose tensors, except `model_params`, are in host memory; None on the device.
-    """
+    part: ShardPart  # elements and params
+    main: StoredTensor  # [numel] main params
+    state: Mapping[str, StoredTensor]  # [numel] state tensors by name
+    grad: Tensor  # [numel] reduced gradients, fp32 or `--main-grads-dtype`
+    model_params: Tensor  # [numel] model params; the values of `main` where they have its dtype
+    host: HostBuffers | None = None  # of a part whose tensors, except `model_params`, are in host memory
+    ema: StoredTensor | None = None  # [numel] fp32 moving average of `main`, of runs with `--ema-decay`
+    grad_factor: Tensor | None = None  # of gradients that are not fp32, from unscaling and clipping
 
-    def __init__(
-        self,
-        part: ShardPart,
-        *,
-        main: StoredTensor,
-        state: Mapping[str, StoredTensor],
-        grad: Tensor,
-        model_params: Tensor,
-        host: HostBuffers | None = None,
-    ) -> None:
-        self.host = host
-        self.part, self.main, self.state, self.grad, self.model_params = part, main, state, grad, model_params
-        self.ema: StoredTensor | None = None  # [numel] fp32 moving average of `main`, of runs with `--ema-decay`
-        self.grad_factor: Tensor | None = None  # of gradients that are not fp32, from unscaling and clipping
-        self.is_fp32 = grad.dtype is torch.float32 and all(stored.is_fp32 for stored in (main, *state.values()))
+    @property
+    def is_fp32(self) -> bool:
+        """Whether everything is stored in fp32, so that ranges are views."""
+        return self.grad.dtype is torch.float32 and all(t.is_fp32 for t in (self.main, *self.state.values()))
 
     @property
     def stored(self) -> dict[str, StoredTensor]:
@@ -197,11 +187,11 @@ class PartState:
         for start in range(0, self.part.numel, CHUNK_NUMEL):
             yield start, min(start + CHUNK_NUMEL, self.part.numel)
 
-    def update(self, rule: Callable[[list[ParamRange]], None]) -> None:
+    def update(self, rule: UpdateRule, step: UpdateStep) -> None:
         """Apply an elementwise rule to one chunk after another."""
         for start, stop in self.chunks():
             with self.loaded(start, stop) as ranges:
-                rule(ranges)
+                rule.update(ranges, step)
 
     @contextmanager
     def loaded(self, start: int, stop: int) -> Iterator[list[ParamRange]]:
@@ -272,11 +262,6 @@ class BucketState:
         return cls(bucket, (0, 1) if wrapper.groups.shards_across else (replicate.index, replicate.size), parts)
 
     @property
-    def ranges(self) -> tuple[FlatRange, ...]:
-        """The param ranges."""
-        return self.bucket.update_ranges
-
-    @property
     def grads(self) -> Tensor:
         """[update_numel] reduced gradients."""
         return self.bucket.grads.main
@@ -284,7 +269,7 @@ class BucketState:
     @property
     def ranges_to_save(self) -> list[FlatRange]:
         """The param ranges that this rank saves; every element is saved by one rank."""
-        return ranges_to_save(self.ranges, self.replica)
+        return ranges_to_save(self.bucket.update_ranges, self.replica)
 
     def grads_for_norm(self) -> Iterator[Tensor]:
         """Gradients that this rank adds to the norm: replica 0 of every element.
@@ -294,7 +279,7 @@ class BucketState:
         if self.replica[0] > 0:
             return
         start, end = 0, self.bucket.layout.update_numel
-        for part in self.ranges:
+        for part in self.bucket.update_ranges:
             if not part.param.is_first_replica:
                 if start < part.start:
                     yield self.grads[start : part.start]

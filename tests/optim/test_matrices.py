@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.optim.matrices import Coordinate, assign, balance, list_matrices, matrices_of, place
+from nanotrain.optim.matrices import Coordinate, Placed, assign, describe, matrices_of, place
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.spec.params import LocalParam, Normal, ParamSpec, Shard, localize
 
@@ -13,6 +13,10 @@ SPEC = ParamSpec("up", (8, 6), dtype="fp32", init=Normal(1.0), weight_decay=True
 COLUMN, ROW = replace(SPEC, shards=(Shard(0, "tp"),)), replace(SPEC, name="down", shards=(Shard(1, "tp"),))
 EXPERTS = replace(SPEC, name="experts", shape=(4, 8, 6), shards=(Shard(0, "ep"), Shard(1, "etp")), is_expert=True)
 SIZES = {"tp": 2, "ep": 2, "etp": 2}
+
+
+def placed(owner: Coordinate, flops: int) -> Placed:
+    return Placed(matrices_of(local(SPEC), splits_tensors=True)[0], 0, {}, owner, flops)
 
 
 def local(spec: ParamSpec) -> LocalParam:
@@ -51,32 +55,32 @@ def test_no_rank_has_more_than_the_mean_and_one_matrix(flops, sizes):
     for owner, cost in zip(owners, flops, strict=True):
         work[owner] += cost
     assert max(work.values()) <= sum(flops) / num_ranks + max(flops)
-    report = balance(flops, owners, sizes=grid)
-    assert report.num_matrices == len(flops) and report.busiest * sum(flops) / num_ranks <= max(work.values()) * 1.01
-    assert report.fewest == (0 if len(flops) < num_ranks else min(owners.count(owner) for owner in work))
+    report = describe([placed(owner, cost) for owner, cost in zip(owners, flops, strict=True)], grid)
+    assert report.endswith(f" {max(work.values()) * num_ranks / sum(flops):.2f} times the mean")
+    fewest = 0 if len(flops) < num_ranks else min(owners.count(owner) for owner in work)
+    assert report.startswith(f"{len(flops)} matrices over ") and f", {fewest} to " in report
 
 
 def test_equal_matrices_are_divided_evenly():
     sizes = Coordinate(2, 2, 2)
-    report = balance([7] * 16, assign([7] * 16, sizes), sizes=sizes)
-    assert (report.fewest, report.most, report.busiest) == (2, 2, 1.0)
-    assert str(report) == "16 matrices over 8 ranks, 2 to 2 per rank, FLOPs of the busiest rank 1.00 times the mean"
+    report = describe([placed(owner, 7) for owner in assign([7] * 16, sizes)], sizes)
+    assert report == "16 matrices over 8 ranks, 2 to 2 per rank, FLOPs of the busiest rank 1.00 times the mean"
 
 
 @given(st.integers(1, 5), st.integers(1, 400))
 def test_pieces_are_the_param_ranges_of_the_shards(num_shards, bucket_size):
     params = [local(spec) for spec in (COLUMN, replace(SPEC, name="norm", needs_whole_matrix=False), EXPERTS, ROW)]
     layout = plan_layout(params, LayoutRules(num_shards=num_shards, bucket_size=bucket_size))
-    listed = list_matrices([layout, layout], splits_tensors=True)
-    owners = assign([1] * len(listed), Coordinate(1, num_shards, 2))
-    placed = place([layout, layout], owners=owners, splits_tensors=True)
-    assert len(placed) == 2 * (1 + 2 + 1) and {p.bucket for p in placed} <= set(range(2 * len(layout.buckets)))
-    for each in placed:
+    sizes = Coordinate(1, num_shards, 2)
+    everything = place([layout, layout], sizes=sizes, flops_of=lambda shape: 1, splits_tensors=True)
+    assert len(everything) == 2 * (1 + 2 + 1)
+    assert {each.bucket for each in everything} <= set(range(2 * len(layout.buckets)))
+    for each in everything:
         bucket = layout.buckets[each.bucket % len(layout.buckets)]
-        assert sum(piece.numel for piece in each.pieces) == each.matrix.local_numel
+        assert sum(piece.numel for piece in each.pieces.values()) == each.matrix.local_numel
         begin = each.matrix.index * each.matrix.local_numel
-        for piece in each.pieces:
-            (part,) = [p for p in bucket.shard_ranges(piece.shard) if p.name == each.matrix.param.spec.name]
+        for shard, piece in each.pieces.items():
+            (part,) = [p for p in bucket.shard_ranges(shard) if p.name == each.matrix.param.spec.name]
             assert part.param_start - part.start + piece.start == begin
             assert part.start <= piece.start and piece.start + piece.numel <= part.elements.stop
             begin += piece.numel

@@ -107,7 +107,7 @@ def test_state_on_the_host_gives_the_same_bits_and_a_part_of_it_the_same_values(
 
 def test_the_host_waits_for_the_device_before_updates_are_queued_on_it():
     calls: list[str] = []
-    host = SimpleNamespace(start_grads=lambda: calls.append("copy"), run=lambda update: calls.append("host"))
+    host = SimpleNamespace(start_grads=lambda: calls.append("copy"), run=lambda rule, step: calls.append("host"))
     rule = SimpleNamespace(update=lambda ranges, step: calls.append("device"))
     optimizer = SimpleNamespace(_host=host, _rule=rule, _matrix_updates=[], _ranges=[1], _converted=[], _parts=[])
     step = SimpleNamespace(on_host=lambda: calls.append("wait") or "numbers on the host")

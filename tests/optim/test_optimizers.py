@@ -3,8 +3,8 @@
 import torch
 
 from nanotrain.config.config import OptimConfig
+from nanotrain.optim import OPTIMIZERS
 from nanotrain.optim.distributed import DistributedOptimizer
-from nanotrain.optim.optimizers import OPTIMIZERS
 from nanotrain.optim.rule import MatrixRule, UpdateRule
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.loss_scale import LossScale
@@ -76,7 +76,7 @@ def test_a_rule_for_matrices_gets_every_matrix_in_its_shape_on_one_rank(ctx):
     for strategy in RESIDENT_STRATEGIES:
         stage, optimizer = optimize(ctx, CENTERED, strategy=strategy)
         (balance,) = optimizer.matrix_balances
-        assert (balance.num_matrices, balance.num_ranks, balance.fewest) == (8, 3, 1)
+        assert balance.startswith("8 matrices over 3 ranks, 1 to ")
         for param in stage.parameters():
             # scale 2, two steps, three ranks; the stack has one mean per matrix
             pattern = 3 * pattern_of(param)

@@ -19,9 +19,9 @@ from nanotrain.config.schema import ENTRIES, check_choice, value_of
 from nanotrain.data.sampler import SamplerConfig
 from nanotrain.errors import ErrorCollector
 from nanotrain.kernels.fp8.layer import layers_in_bf16
+from nanotrain.optim import OPTIMIZERS
 from nanotrain.optim.lr import LR_DECAYS
 from nanotrain.optim.muon import SCALAR_RULES
-from nanotrain.optim.optimizers import OPTIMIZERS
 from nanotrain.optim.rule import UpdateRule
 from nanotrain.optim.state import ShardPart, host_fraction, split_shard, state_bytes
 from nanotrain.parallel.cp import CORE_ATTENTIONS

@@ -221,7 +221,7 @@ def matrices(plan: Plan) -> Iterator[tuple[Key, int]]:
             config=config,
             shards_across=buffers[0].layout.num_outer_shards > 1,
         )
-        placed, _ = plan_matrices([buffer.layout for buffer in buffers], rule, config=config, groups=groups)
+        placed = plan_matrices([buffer.layout for buffer in buffers], rule, config=config, groups=groups)
         for axis, numel in WholeMatrices(placed, groups).sent_numel().items():
             yield (getattr(groups, axis).name, "all_to_all"), numel * rule.dtype(config).itemsize
 
