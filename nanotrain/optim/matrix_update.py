@@ -22,7 +22,6 @@ matrix is transformed once in the grid, so replicas receive equal bits.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from nanotrain.comm.all_to_all import start_all_to_all
 from nanotrain.comm.group import Group
 from nanotrain.config.config import MuonTPMode, OptimConfig
 from nanotrain.optim.matrices import Coordinate, Piece, Placed, describe, place
-from nanotrain.optim.rule import MatrixRule, ParamRange, UpdateStep
+from nanotrain.optim.rule import MatrixRule, ParamRange, Shape, UpdateStep
 from nanotrain.optim.state import PartState
 from nanotrain.parallel.dp.layout import BufferLayout
 from nanotrain.topology.groups import GroupName, GroupSpec
@@ -277,7 +276,10 @@ def plan_matrices(
 ) -> tuple[Placed, ...]:
     """The matrices of a grid with their pieces and owners."""
     splits_tensors = config.muon_tp_mode is not MuonTPMode.blockwise
-    flops_of = partial(rule.flops, config=config)
+
+    def flops_of(shape: Shape) -> int:
+        return rule.flops(shape, config)
+
     return place(layouts, sizes=groups.sizes, flops_of=flops_of, splits_tensors=splits_tensors)
 
 

@@ -211,7 +211,7 @@ def test_of_ranks_that_update_the_same_part_the_first_adds_to_the_norm_and_each_
     assert not [grads for state in second for grads in state.grads_for_norm()]
     for one, other in zip(first, second, strict=True):
         boxes = [box for state in (one, other) for box, _ in state.grad_tensors(state.ranges_to_save)]
-        num_expected = sum(part.numel for part in one.ranges if part.param.is_first_replica)
+        num_expected = sum(part.numel for part in one.bucket.update_ranges if part.param.is_first_replica)
         assert len(boxes) == len(set(boxes)) and sum(box.box.numel for box in boxes) == num_expected
 
 

@@ -28,11 +28,13 @@ from nanotrain.comm.send_recv import Message, start_send_recv
 from nanotrain.comm.stop_point import StopPoint
 from nanotrain.comm.work import Work
 from nanotrain.kernels.deferred_wgrad import Wgrad, WgradQueue, accumulate_wgrads
-from nanotrain.parallel.pp.actions import Action, ActionKind
-from nanotrain.parallel.pp.transfers import RankPlan, Transfer, TransferBatch
+from nanotrain.parallel.pp.actions import Action
+from nanotrain.parallel.pp.transfers import RankPlan, TransferBatch
 
 # Sends in flight. The memory of a completed send is released when a later one starts.
 MAX_SENDS = 2
+
+ReadyGrad = tuple[nn.Parameter, Tensor]
 
 
 class BackwardCallback(Protocol):
@@ -121,25 +123,6 @@ def run_forward(
     return _Step(plan, stages, microbatches, pipeline).run()
 
 
-@dataclass(frozen=True)
-class _InFlight:
-    """A microbatch between its forward and its backward through a stage.
-
-    Only the graph of the output is kept; its values are not needed once they are sent.
-    """
-
-    hidden: Tensor | None
-    output: GradientEdge
-
-
-@dataclass(frozen=True)
-class _WeightGrads:
-    """Weight gradients of a microbatch between I and W: deferred, or computed and not yet accumulated."""
-
-    deferred: list[Wgrad]
-    ready: list[tuple[nn.Parameter, Tensor]]
-
-
 @dataclass
 class _Step:
     """The arguments and the state of a running step."""
@@ -152,30 +135,25 @@ class _Step:
     # inputs of actions: received, being received, or results of this rank
     inbox: dict[Action, Work[Tensor]] = field(default_factory=dict)
     outbox: dict[Action, Tensor] = field(default_factory=dict)  # results to be sent, by the action that takes them
-    # by (stage, microbatch): microbatches between F and B or I, and between I and W
-    in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
-    weight_grads: dict[tuple[int, int], _WeightGrads] = field(default_factory=dict)
+    # by (stage, microbatch), between F and B or I: input and graph of the output; its values are not needed once sent
+    in_flight: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = field(default_factory=dict)
+    # by (stage, microbatch), between I and W: deferred weight gradients, and those that are only to be accumulated
+    weight_grads: dict[tuple[int, int], tuple[list[Wgrad], list[ReadyGrad]]] = field(default_factory=dict)
     sending: list[Work[None]] = field(default_factory=list)  # sends in flight, oldest first
 
     def run(self) -> Tensor:
         num_planned = self.plan.num_microbatches
         assert len(self.microbatches) == num_planned, f"the plan is for {num_planned} microbatches"
         self.total = torch.zeros((), device=self.pipeline.device)
-        run_action = {
-            ActionKind.forward: self.forward,
-            ActionKind.full_backward: self.full_backward,
-            ActionKind.backward_input: self.backward_input,
-            ActionKind.backward_weight: self.backward_weight,
-        }
         heartbeat, stop_point = self.pipeline.group.heartbeat, self.pipeline.stop_point
         if stop_point is not None:
             stop_point.begin_pass()
         for step in self.plan.steps:
             if isinstance(step, TransferBatch):
-                self.start_transfers(self.begun(step.sends), self.begun(step.receives))
+                self.start_transfers(step)
             elif self.may_begin(step):
                 heartbeat.action(step.kind.value, stage=step.stage, microbatch=step.microbatch)
-                run_action[step.kind](step)
+                getattr(self, step.kind.name)(step)  # the method is named as the kind
         for work in self.sending:
             work.wait()
         if stop_point is not None:
@@ -187,12 +165,10 @@ class _Step:
         stop_point = self.pipeline.stop_point
         return stop_point is None or stop_point.may_begin(action.microbatch)
 
-    def begun(self, transfers: Sequence[Transfer]) -> list[Transfer]:
-        """The transfers of microbatches that the ranks begin; sender and receiver leave out the same ones."""
-        return [transfer for transfer in transfers if self.may_begin(transfer.to)]
-
-    def start_transfers(self, to_send: Sequence[Transfer], to_receive: Sequence[Transfer]) -> None:
-        """Start the sends and receives of a batch."""
+    def start_transfers(self, batch: TransferBatch) -> None:
+        """Start the sends and receives of microbatches that the ranks begin; both sides leave out the same ones."""
+        to_send = [transfer for transfer in batch.sends if self.may_begin(transfer.to)]
+        to_receive = [transfer for transfer in batch.receives if self.may_begin(transfer.to)]
         if not to_send and not to_receive:
             return
         pipeline = self.pipeline
@@ -214,38 +190,39 @@ class _Step:
             hidden.requires_grad_()
         output = self.stages[action.stage].module(hidden, self.microbatches[action.microbatch])
         if output.requires_grad:
-            self.in_flight[action.stage, action.microbatch] = _InFlight(hidden, get_gradient_edge(output))
+            self.in_flight[action.stage, action.microbatch] = hidden, get_gradient_edge(output)
         if action.stage == self.plan.num_stages - 1:
             self.total += output.detach()
         self.pass_on(action, output.detach())
 
     def full_backward(self, action: Action) -> None:
         """B: compute and accumulate all gradients of a microbatch."""
-        forward, grad = self.in_flight.pop((action.stage, action.microbatch)), self.grad_of_output(action)
+        hidden, output = self.in_flight.pop((action.stage, action.microbatch))
+        grad = self.grad_of_output(action)
         with self.accumulating(action):
-            torch.autograd.backward(forward.output, grad)
-        if forward.hidden is not None:
-            self.pass_on(action, forward.hidden.grad)
+            torch.autograd.backward(output, grad)
+        if hidden is not None:
+            self.pass_on(action, hidden.grad)
 
     def backward_input(self, action: Action) -> None:
         """I: compute the gradient of the stage's input and keep the weight gradients for W."""
-        forward, stage = self.in_flight.pop((action.stage, action.microbatch)), self.stages[action.stage]
-        params = stage.trained_params
-        inputs = [*params] if forward.hidden is None else [forward.hidden, *params]
-        queue = stage.wgrad_queue or WgradQueue()
+        hidden, output = self.in_flight.pop((action.stage, action.microbatch))
+        stage = self.stages[action.stage]
+        params, queue = stage.trained_params, stage.wgrad_queue or WgradQueue()
+        inputs = [*params] if hidden is None else [hidden, *params]
         # Gradients that no layer defers (norms, embedding, head, router) are computed here and accumulated by W.
         with queue.defer():
-            grads = list(torch.autograd.grad(forward.output, inputs, self.grad_of_output(action), allow_unused=True))
-        if forward.hidden is not None:
+            grads = list(torch.autograd.grad(output, inputs, self.grad_of_output(action), allow_unused=True))
+        if hidden is not None:
             self.pass_on(action, grads.pop(0))
         ready = [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
-        self.weight_grads[action.stage, action.microbatch] = _WeightGrads(queue.take(), ready)
+        self.weight_grads[action.stage, action.microbatch] = queue.take(), ready
 
     def backward_weight(self, action: Action) -> None:
         """W: compute the deferred weight gradients of a microbatch and accumulate all of them."""
-        grads = self.weight_grads.pop((action.stage, action.microbatch))
+        deferred, ready = self.weight_grads.pop((action.stage, action.microbatch))
         with self.accumulating(action):
-            accumulate_wgrads(grads.deferred, ready=grads.ready)
+            accumulate_wgrads(deferred, ready=ready)
 
     @contextmanager
     def accumulating(self, action: Action) -> Iterator[None]:

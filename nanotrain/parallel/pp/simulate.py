@@ -8,9 +8,10 @@ Every rank runs its actions in order, each as soon as its dependencies are compl
 A deadlock and a missing or repeated action are errors here; at run time they would be a hang or a wrong gradient.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from nanotrain.errors import ScheduleError
@@ -137,21 +138,17 @@ def _check_ranks(schedule: Schedule) -> None:
 
 def _check_complete(schedule: Schedule) -> None:
     """Every stage and microbatch has one F and, unless the schedule is forward only, one B or one I and one W."""
-    kinds: dict[tuple[int, int], str] = {}
+    kinds: dict[tuple[int, int], str] = defaultdict(str)
     for kind, stage, microbatch in schedule:
-        kinds[stage, microbatch] = kinds.get((stage, microbatch), "") + kind.value
+        kinds[stage, microbatch] += kind.value
     complete = {"BF", "FIW"} if any(kind is not ActionKind.forward for kind, _, _ in schedule) else {"F"}
-    for stage in range(schedule.num_stages):
-        for microbatch in range(schedule.num_microbatches):
-            letters = kinds.get((stage, microbatch), "")
-            if "".join(sorted(letters)) in complete:
-                continue
-            f, b, i, w = (letters.count(kind.value) for kind in ActionKind)
+    for stage, microbatch in product(range(schedule.num_stages), range(schedule.num_microbatches)):
+        letters = kinds[stage, microbatch]
+        if "".join(sorted(letters)) not in complete:
             raise ScheduleError(
-                f"stage {stage} runs microbatch {microbatch} with {f} F, {b} B, {i} I and {w} W",
-                why=f"every stage (0 to {schedule.num_stages - 1}) runs every microbatch "
-                f"(0 to {schedule.num_microbatches - 1}) with one F and, where there are backward actions, "
-                "one B or one I and one W",
+                f"stage {stage} runs microbatch {microbatch} with {' '.join(letters) or 'no action'}",
+                why=f"each of {schedule.num_stages} stages runs each of {schedule.num_microbatches} microbatches with "
+                "one F and, unless the schedule is forward only, one B or one I and one W",
             )
 
 

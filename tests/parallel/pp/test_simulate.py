@@ -47,14 +47,14 @@ def test_a_deadlock_names_its_ranks() -> None:
 @pytest.mark.parametrize(
     ("actions", "complaint"),
     [
-        ([forward(0, 0), full_backward(0, 0), full_backward(0, 0)], "microbatch 0 with 1 F, 2 B, 0 I and 0 W"),
-        ([forward(0, 0), full_backward(0, 0), forward(0, 1)], "microbatch 1 with 1 F, 0 B, 0 I and 0 W"),
-        ([forward(0, 0), forward(0, 2)], "microbatch 1 with 0 F"),
-        ([forward(0, 0), backward_input(0, 0)], "microbatch 0 with 1 F, 0 B, 1 I and 0 W"),
-        ([forward(0, 0), full_backward(0, 0), backward_weight(0, 0)], "microbatch 0 with 1 F, 1 B, 0 I and 1 W"),
+        ([forward(0, 0), full_backward(0, 0), full_backward(0, 0)], "microbatch 0 with F B B:"),
+        ([forward(0, 0), full_backward(0, 0), forward(0, 1)], "microbatch 1 with F:"),
+        ([forward(0, 0), forward(0, 2)], "microbatch 1 with no action"),
+        ([forward(0, 0), backward_input(0, 0)], "microbatch 0 with F I:"),
+        ([forward(0, 0), full_backward(0, 0), backward_weight(0, 0)], "microbatch 0 with F B W:"),
         ([full_backward(0, 0), forward(0, 0)], "rank 0 at B0.0"),
         ([forward(0, 0), backward_weight(0, 0), backward_input(0, 0)], "rank 0 at W0.0"),
-        ([forward(1, 0)], "stage 0 runs microbatch 0 with 0 F"),
+        ([forward(1, 0)], "stage 0 runs microbatch 0 with no action"),
     ],
 )
 def test_an_action_that_is_missing_repeated_or_too_early_is_an_error(actions, complaint) -> None:
