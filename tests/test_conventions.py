@@ -166,10 +166,10 @@ def rows() -> list[str]:
 
 
 def test_every_row_of_the_table_of_differences_has_a_test() -> None:
-    found = rows()
-    assert len(found) == len(DIFFERENCES) > 10
+    differences = rows()
+    assert len(differences) == len(DIFFERENCES) > 10
     for start in DIFFERENCES:
-        assert sum(row.startswith(start) for row in found) == 1, start
+        assert sum(row.startswith(start) for row in differences) == 1, start
 
 
 @pytest.mark.parametrize(

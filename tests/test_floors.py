@@ -103,14 +103,14 @@ def complaint(path: str, name: str) -> str:
 
 def complaints(path: str, source: str) -> list[str]:
     lines = source.splitlines()
-    found = {(line, why) for line, name in names_in(ast.parse(source)) if (why := complaint(path, name))}
-    return [f"{path}:{line}: {lines[line - 1].strip()}   <- {why}" for line, why in sorted(found)]
+    faults = {(line, why) for line, name in names_in(ast.parse(source)) if (why := complaint(path, name))}
+    return [f"{path}:{line}: {lines[line - 1].strip()}   <- {why}" for line, why in sorted(faults)]
 
 
 def test_every_package_imports_downward_only() -> None:
     files = sorted((ROOT / "nanotrain").rglob("*.py"))
-    found = [text for file in files for text in complaints(file.relative_to(ROOT).as_posix(), file.read_text())]
-    assert not found, "\n" + "\n".join(found)
+    faults = [text for file in files for text in complaints(file.relative_to(ROOT).as_posix(), file.read_text())]
+    assert not faults, "\n" + "\n".join(faults)
 
 
 def test_every_file_lies_in_a_package_with_a_layer() -> None:
@@ -174,8 +174,8 @@ def test_no_import_cycles() -> None:
     ],
 )
 def test_the_offending_line_is_named(path: str, source: str) -> None:
-    (found,) = complaints(path, source)
-    assert source.splitlines()[-1].strip() in found
+    (fault,) = complaints(path, source)
+    assert source.splitlines()[-1].strip() in fault
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ def test_a_difference_after_the_resume_is_found(script: ModuleType, tmp_path: Pa
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**row, "time": 1.0}) + "\n" for row in rows))
     state = script.state_of(str(tmp_path))
     assert script.differs(state, state) is None
-    other = {name: tensor.nextafter(torch.tensor(torch.inf)) for name, tensor in state[1].items()}
-    assert script.differs((rows, other, state[2]), state) == "1 tensors differ"
+    changed = {name: tensor.nextafter(torch.tensor(torch.inf)) for name, tensor in state[1].items()}
+    assert script.differs((rows, changed, state[2]), state) == "1 tensors differ"
     assert script.differs((rows[1:], *state[1:]), state) == "the rows of metrics.jsonl differ"
     more = (*state[:2], ["step-00000006", *state[2]])
     assert "the checkpoints folder has" in script.differs(more, state)

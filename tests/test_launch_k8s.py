@@ -57,6 +57,6 @@ def test_without_variables():
 
 
 def test_an_image_and_a_volume_are_needed():
-    for name in NEEDED:
-        done = render(**{other: value for other, value in NEEDED.items() if other != name})
-        assert done.returncode != 0 and f"{name}: name " in done.stderr
+    for missing in NEEDED:
+        done = render(**{name: value for name, value in NEEDED.items() if name != missing})
+        assert done.returncode != 0 and f"{missing}: name " in done.stderr, missing

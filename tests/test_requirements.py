@@ -32,4 +32,4 @@ def test_pinned_versions_fit_the_cuda_build_of_torch() -> None:
 
 
 def test_pinned_versions_fit_together() -> None:
-    assert {name: found for name in PINS if (found := refused(required_by(name)))} == {}
+    assert {name: unmet for name in PINS if (unmet := refused(required_by(name)))} == {}

@@ -47,14 +47,14 @@ def weight() -> tuple[int, int]:
 
 def bare_lines() -> dict[str, int]:
     """Code lines of the functions of `BARE`."""
-    found = {}
+    lines = {}
     for path, (qualified, _) in BARE.items():
         source = (ROOT / "nanotrain" / path).read_text()
         for function, holder in functions_in(ast.parse(source)):
             if qualified == (f"{holder.name}.{function.name}" if holder else function.name):
                 inside = range(function.body[0].lineno, (function.end_lineno or 0) + 1)
-                found[qualified] = len(code_lines(source) & set(inside))
-    return found
+                lines[qualified] = len(code_lines(source) & set(inside))
+    return lines
 
 
 def name(file: Path) -> str:

@@ -196,9 +196,9 @@ def test_a_mutated_shard_never_loads_other_values(tmp_path: Path) -> None:
     content = saved.shard.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header, body = json.loads(content[8 : 8 + length]), json.loads(saved.manifest.read_text())
-    forged = (json.dumps(one).encode() for one in rewrites(header, 400, draw=draw))
-    whole = (len(text).to_bytes(8, "little") + text + content[8 + length :] for text in forged)
-    for changed in (*flips(content, 800, draw=draw), *whole):
+    forged = (json.dumps(rewritten).encode() for rewritten in rewrites(header, 400, draw=draw))
+    files = (len(text).to_bytes(8, "little") + text + content[8 + length :] for text in forged)
+    for changed in (*flips(content, 800, draw=draw), *files):
         saved.shard.write_bytes(changed)
         if len(changed) != len(content):  # a size that fits must not hide the damage
             saved.manifest.write_text(signed(body | {"files": {saved.shard.name: len(changed)}}))
@@ -233,7 +233,7 @@ def test_a_mutated_tokenizer_is_refused_or_encodes(tmp_path: Path) -> None:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
     file = tmp_path / "tokenizer.json"
     body = json.loads(backend.to_str())
-    contents = [json.dumps(one).encode() for one in rewrites(body, 150, draw=draw)]
+    contents = [json.dumps(rewritten).encode() for rewritten in rewrites(body, 150, draw=draw)]
     for changed in (*flips(json.dumps(body).encode(), 150, draw=draw), *contents, BOMBS[0].encode()):
         file.write_bytes(changed)
         ends.append(tries(lambda: bool(load_tokenizer(str(file)).encode("a b") or True)))
@@ -254,7 +254,7 @@ def test_a_mutated_hugging_face_config_is_refused_or_describes_a_model(tmp_path:
             }
         else:
             body = config_to_hf(model_config, family="gpt2") | {"model_type": family, "rope_scaling": {"rope_theta": 2}}
-        contents = [json.dumps(one).encode() for one in rewrites(body, 250, draw=draw)]
+        contents = [json.dumps(rewritten).encode() for rewritten in rewrites(body, 250, draw=draw)]
         for changed in (*flips(json.dumps(body).encode(), 250, draw=draw), *contents, *map(str.encode, BOMBS)):
             file.write_bytes(changed)
             ends.append(tries(lambda: model_from_hf(tmp_path).hidden_size >= 0))
@@ -277,7 +277,7 @@ def test_mutated_hugging_face_weights_are_refused_or_have_their_shapes(tmp_path:
         ends.append(tries(is_read))
     weights.write_bytes(content)
     table = {"metadata": {}, "weight_map": {"model.norm.weight": weights.name, "lm_head.weight": weights.name}}
-    contents = [json.dumps(one).encode() for one in rewrites(table, 100, draw=draw)]
+    contents = [json.dumps(rewritten).encode() for rewritten in rewrites(table, 100, draw=draw)]
     for changed in (*flips(json.dumps(table).encode(), 200, draw=draw), *contents, *map(str.encode, BOMBS)):
         index.write_bytes(changed)
         ends.append(tries(is_read))

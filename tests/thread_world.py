@@ -171,11 +171,11 @@ class ThreadGroup(dist.ProcessGroup):
             if not waiting:
                 world.messages.setdefault((side, *key), []).append((tensor, work))
                 return work
-            other, other_work = waiting.pop(0)
-        source, target = (tensor, other) if side == "send" else (other, tensor)
+            peer_tensor, peer_work = waiting.pop(0)
+        source, target = (tensor, peer_tensor) if side == "send" else (peer_tensor, tensor)
         with torch.no_grad():
             target.data.copy_(source)
-        other_work.finish()
+        peer_work.finish()
         work.finish()
         return work
 

@@ -39,9 +39,9 @@ def test_masked_tokens_are_no_targets_on_any_device() -> None:
 def test_sequences_further_on_end_with_the_sequence_or_the_document() -> None:
     tokens = torch.arange(6)[None]
     batch = Batch(tokens, tokens + 1, torch.tensor([[1.0, 1, 0, 1, 1, 1]]))
-    one, two = batch.with_mtp(2).mtp
-    assert one.tokens.tolist() == [[1, 2, 3, 4, 5, 0]] and two.labels.tolist() == [[3, 4, 5, 6, 0, 0]]
-    assert one.loss_mask.tolist() == [[1, 0, 1, 1, 1, 0]]
+    shifted_by_1, shifted_by_2 = batch.with_mtp(2).mtp
+    assert shifted_by_1.tokens.tolist() == [[1, 2, 3, 4, 5, 0]] and shifted_by_2.labels.tolist() == [[3, 4, 5, 6, 0, 0]]
+    assert shifted_by_1.loss_mask.tolist() == [[1, 0, 1, 1, 1, 0]]
     documents = replace(batch, segment_ids=torch.tensor([[0, 0, 0, 0, 1, 1]], dtype=torch.int32)).with_mtp(2)
     assert [each.loss_mask.tolist() for each in documents.mtp] == [[[1, 0, 1, 0, 1, 0]], [[0, 1, 0, 0, 0, 0]]]
     assert documents.to("meta").mtp[1].labels.device.type == "meta"

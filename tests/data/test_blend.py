@@ -113,10 +113,10 @@ def test_the_data_section_builds_stages_over_corpora_that_are_open_once(write_co
     assert kinds[:12] == ["web"] * 12 and kinds[30:] == ["math"] * 30 and Counter(kinds[12:30])["web"] == 9
     assert train.samples_per_epoch == 2 * (24 * 20 - 1) // 8 - 1
     assert built.valid.samples_per_epoch == 28, "validation reads the corpora of all stages, by size"
-    whole = build_data(
+    splits = build_data(
         DataConfig(stages=[f"a@0: {web}"], valid_data_path=[str(math)], seq_length=8), vocab_size=100, seed=1
     )
-    assert whole.train.samples_per_epoch == (30 * 20 - 1) // 8 and whole.valid[0].tokens.min() >= 50
+    assert splits.train.samples_per_epoch == (30 * 20 - 1) // 8 and splits.valid[0].tokens.min() >= 50
 
 
 def test_mistakes_in_the_blends_of_several_stages_are_one_error(write_corpus: WriteCorpus) -> None:

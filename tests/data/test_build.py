@@ -32,14 +32,14 @@ def test_everything_for_training_in_plain_order(write_corpus: WriteCorpus) -> No
 
 
 def test_corpora_blend_by_weight_or_by_size(write_corpus: WriteCorpus) -> None:
-    one = write_corpus([np.full(161, 1)], name="one")
-    two = write_corpus([np.full(641, 2)], name="two")
-    for path, share in ((["1", str(one), "1", str(two)], 0.5), ([str(one), str(two)], 0.2)):
+    small = write_corpus([np.full(161, 1)], name="small")
+    large = write_corpus([np.full(641, 2)], name="large")
+    for path, share in ((["1", str(small), "1", str(large)], 0.5), ([str(small), str(large)], 0.2)):
         data = DataConfig(data_path=path, split="1", seq_length=16)
         train = build_data(data, vocab_size=10, seed=1, required=["train"]).train
         assert isinstance(train, BlendedDataset)
         firsts = [int(train[number].tokens[0]) for number in range(50)]
-        assert firsts.count(1) == 50 * share
+        assert firsts.count(1) == 50 * share, path
 
 
 def test_order_is_the_seeds(write_corpus: WriteCorpus) -> None:

@@ -53,11 +53,11 @@ def write_tokenizer(prefix: Path, *, vocab: dict[str, int], decoder: str | None 
 @pytest.fixture
 def corpora(write_corpus: WriteCorpus) -> dict[str, str]:
     """Prefixes of corpora: of two vocabularies, of the first one again, of bytes, and without a record."""
-    names = ("one", "two", "other_file", "bytes", "unknown")
+    names = ("ab", "ba", "same_ids", "bytes", "unknown")
     prefixes = {name: write_corpus([np.full(161, 1)], name=name) for name in names}
-    write_tokenizer(prefixes["one"], vocab={"a": 0, "b": 1})
-    write_tokenizer(prefixes["two"], vocab={"a": 1, "b": 0})
-    write_tokenizer(prefixes["other_file"], vocab={"b": 1, "a": 0}, decoder="ByteLevel")
+    write_tokenizer(prefixes["ab"], vocab={"a": 0, "b": 1})
+    write_tokenizer(prefixes["ba"], vocab={"a": 1, "b": 0})
+    write_tokenizer(prefixes["same_ids"], vocab={"b": 1, "a": 0}, decoder="ByteLevel")
     write_info(prefixes["bytes"], CorpusInfo("bytes", 257, 256))
     return {name: str(prefix) for name, prefix in prefixes.items()}
 
@@ -67,24 +67,22 @@ def build(**paths: list[str]) -> None:
 
 
 def test_different_tokenizers_are_an_error(corpora: dict[str, str]) -> None:
-    one, two, letters = corpora["one"], corpora["two"], corpora["bytes"]
-    with pytest.raises(
-        ConfigError, match=f"{one} and {two} were prepared with different tokenizers: .*; .* {two} with"
-    ):
-        build(data_path=["0.5", one, "0.5", two])
-    with pytest.raises(ConfigError, match=f"those are {one}.tokenizer and bytes, in which"):
-        build(data_path=[one, letters])
-    with pytest.raises(ConfigError, match=f"{one} and {two} were"):
-        build(train_data_path=[one], valid_data_path=[two])
-    with pytest.raises(ConfigError, match=f"{letters} and {two} were"):
-        build(stages=[f"first@0: {letters}", f"second@9: {two}"])
+    ab, ba, letters = corpora["ab"], corpora["ba"], corpora["bytes"]
+    with pytest.raises(ConfigError, match=f"{ab} and {ba} were prepared with different tokenizers: .*; .* {ba} with"):
+        build(data_path=["0.5", ab, "0.5", ba])
+    with pytest.raises(ConfigError, match=f"those are {ab}.tokenizer and bytes, in which"):
+        build(data_path=[ab, letters])
+    with pytest.raises(ConfigError, match=f"{ab} and {ba} were"):
+        build(train_data_path=[ab], valid_data_path=[ba])
+    with pytest.raises(ConfigError, match=f"{letters} and {ba} were"):
+        build(stages=[f"first@0: {letters}", f"second@9: {ba}"])
 
 
 def test_what_is_the_same_or_not_known_is_read_together(corpora: dict[str, str]) -> None:
-    build(data_path=[corpora["one"], corpora["unknown"], corpora["other_file"], corpora["one"]])
+    build(data_path=[corpora["ab"], corpora["unknown"], corpora["same_ids"], corpora["ab"]])
     build(data_path=[corpora["unknown"], corpora["bytes"]])
-    (tokenizer_path(Path(corpora["two"])) / "tokenizer.json").unlink()  # as vocab.json with merges.txt
-    build(data_path=[corpora["one"], corpora["two"]])
+    (tokenizer_path(Path(corpora["ba"])) / "tokenizer.json").unlink()  # as vocab.json with merges.txt
+    build(data_path=[corpora["ab"], corpora["ba"]])
 
 
 def test_merges_in_the_form_of_older_libraries_are_the_same(write_corpus: WriteCorpus) -> None:
@@ -101,10 +99,10 @@ def test_merges_in_the_form_of_older_libraries_are_the_same(write_corpus: WriteC
 
 
 def test_a_model_is_evaluated_on_token_files_of_its_tokenizer(corpora: dict[str, str]) -> None:
-    model = str(tokenizer_path(Path(corpora["one"])))
-    for name in ("one", "other_file", "unknown"):
+    model = str(tokenizer_path(Path(corpora["ab"])))
+    for name in ("ab", "same_ids", "unknown"):
         require_tokenizer_of(model, corpora[name])
-    require_tokenizer_of(None, corpora["two"])
-    for name in ("two", "bytes"):
+    require_tokenizer_of(None, corpora["ba"])
+    for name in ("ba", "bytes"):
         with pytest.raises(ConfigError, match=f"another tokenizer than the model's.*--tokenizer {model}"):
             require_tokenizer_of(model, corpora[name] + ".bin")

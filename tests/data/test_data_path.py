@@ -48,8 +48,8 @@ def test_splits_tile_the_documents(count: int, parts: list[int]) -> None:
     ranges = split_documents(count, ",".join(map(str, parts)))
     assert ranges[0].start == 0
     assert ranges[-1].stop == count
-    assert all(one.stop == other.start for one, other in zip(ranges, ranges[1:], strict=False))
-    assert all(one.start <= one.stop for one in ranges)
+    assert all(left.stop == right.start for left, right in zip(ranges, ranges[1:], strict=False))
+    assert all(each.start <= each.stop for each in ranges)
 
 
 def test_the_default_split_of_a_thousand_documents() -> None:

@@ -100,9 +100,9 @@ def test_workers_give_the_same_batches_and_end_when_closed(num_workers: int) -> 
         workers = _worker_ids(batches)
         assert len(workers) == num_workers
         for _ in range(4):
-            for one, other in zip(next(inline), next(batches), strict=True):
-                assert torch.equal(one.tokens, other.tokens)
-                assert torch.equal(one.labels, other.labels)
+            for expected, loaded in zip(next(inline), next(batches), strict=True):
+                assert torch.equal(loaded.tokens, expected.tokens)
+                assert torch.equal(loaded.labels, expected.labels)
     assert _wait_for_end(workers)
     batches.close()
 

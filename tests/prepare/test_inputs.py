@@ -19,8 +19,8 @@ def _read(file: Path) -> bytes:
 
 
 def test_a_damaged_compressed_file_is_named(tmp_path: Path) -> None:
-    whole = gzip.compress(b'{"text": "a"}\n' * 1000)
-    for name, data in (("cut.jsonl.gz", whole[:-20]), ("other.jsonl.gz", b"no gzip"), ("other.txt.xz", b"no xz")):
+    complete = gzip.compress(b'{"text": "a"}\n' * 1000)
+    for name, data in (("cut.jsonl.gz", complete[:-20]), ("other.jsonl.gz", b"no gzip"), ("other.txt.xz", b"no xz")):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(DataError, match=f"{name} cannot be read"):
             _read(tmp_path / name)
@@ -34,11 +34,11 @@ def test_zst_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_cut_zst_is_named(tmp_path: Path) -> None:
-    whole = zstandard.compress(b"".join(b'{"text": "%d"}\n' % i for i in range(50_000)))
-    (tmp_path / "cut.jsonl.zst").write_bytes(whole[: len(whole) // 2])
+    complete = zstandard.compress(b"".join(b'{"text": "%d"}\n' % i for i in range(50_000)))
+    (tmp_path / "cut.jsonl.zst").write_bytes(complete[: len(complete) // 2])
     with pytest.raises(DataError, match=r"cut\.jsonl\.zst cannot be read.*ends too early"):
         _read(tmp_path / "cut.jsonl.zst")
-    (tmp_path / "cut.jsonl.zst").write_bytes(whole)
+    (tmp_path / "cut.jsonl.zst").write_bytes(complete)
     assert _read(tmp_path / "cut.jsonl.zst").endswith(b'"49999"}\n')
     with open_input(str(tmp_path / "cut.jsonl.zst")) as stream:
         assert stream.readline() and stream.tell() == len(b'{"text": "0"}\n')
@@ -80,16 +80,16 @@ def test_pickles_in_a_tar_file_are_left_as_bytes(tmp_path: Path, streaming: bool
 def test_a_dataset_that_was_saved_to_disk(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
-    one, two = datasets.Dataset.from_dict({"text": ["a", "b"]}), datasets.Dataset.from_dict({"text": ["c"]})
-    one.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": one, "test": two}).save_to_disk(tmp_path / "both")
-    assert load_rows(HubDataset(str(tmp_path / "one"), None, "train"))["text"][:] == ["a", "b"]
+    train, test = datasets.Dataset.from_dict({"text": ["a", "b"]}), datasets.Dataset.from_dict({"text": ["c"]})
+    train.save_to_disk(tmp_path / "train")
+    datasets.DatasetDict({"train": train, "test": test}).save_to_disk(tmp_path / "both")
+    assert load_rows(HubDataset(str(tmp_path / "train"), None, "train"))["text"][:] == ["a", "b"]
     assert load_rows(HubDataset(str(tmp_path / "both"), None, "test"))["text"][:] == ["c"]
-    assert [row["text"] for row in load_rows(HubDataset(str(tmp_path / "one"), None, "train"), streaming=True)] == [
+    assert [row["text"] for row in load_rows(HubDataset(str(tmp_path / "train"), None, "train"), streaming=True)] == [
         "a",
         "b",
     ]
     with pytest.raises(DataError, match="has no split valid: it is one dataset without splits; leave --split-name out"):
-        load_rows(HubDataset(str(tmp_path / "one"), None, "valid"))
+        load_rows(HubDataset(str(tmp_path / "train"), None, "valid"))
     with pytest.raises(DataError, match="has no split valid: its splits are train, test; name one with --split-name"):
         load_rows(HubDataset(str(tmp_path / "both"), None, "valid"))

@@ -72,19 +72,19 @@ def test_it_is_built_once_and_again_for_another_vocabulary(tmp_path: Path) -> No
 def test_two_that_build_at_once_leave_one_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # given: while this process builds, another one finishes
     build = quickstart._build
-    other: list[quickstart.QuickStart] = []
+    theirs: list[quickstart.QuickStart] = []
 
     def build_late(*args: object, **options: object) -> None:
         monkeypatch.setattr(quickstart, "_build", build)
-        other.append(prepare_quickstart(tmp_path, 300))
+        theirs.append(prepare_quickstart(tmp_path, 300))
         build(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(quickstart, "_build", build_late)
     # when
     mine = prepare_quickstart(tmp_path, 300)
     # then
-    assert mine == other[0]
-    assert np.array_equal(*(IndexedTokens(made.prefix).read(0, 50) for made in (mine, other[0])))
+    assert mine == theirs[0]
+    assert np.array_equal(*(IndexedTokens(made.prefix).read(0, 50) for made in (mine, theirs[0])))
     assert len(list(tmp_path.iterdir())) == 1
 
 
