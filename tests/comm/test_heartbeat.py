@@ -7,7 +7,7 @@ import torch
 
 from nanotrain.comm.collectives import all_gather_object, all_reduce, all_reduce_scalars, start_all_reduce
 from nanotrain.comm.group import Group
-from nanotrain.comm.heartbeat import NUM_FIELDS, Collective, Heartbeat, Waiting, read_record
+from nanotrain.comm.heartbeat import RECORD_BYTES, Collective, Heartbeat, Waiting, read_record
 from nanotrain.comm.send_recv import start_ring_send_recv
 from nanotrain.comm.work import CommunicationFault, Work
 from tests.harness import ranks
@@ -21,7 +21,7 @@ def test_phases_actions_and_collectives_are_read_back():
     heartbeat.started("no such group", "no such op", num_bytes=1)
     beat = heartbeat.read()
     assert (beat.step, beat.phase, beat.action) == (3, "step", "B1.5")
-    assert beat.collectives == {"dp": Collective(1, "all_reduce", 64), "?": Collective(1, "?", 1)}
+    assert beat.collectives == {"dp": Collective(1, "all_reduce", 64), "?": Collective(1, "no such op", 1)}
     assert beat.waiting is None and beat.beats == 4 and not beat.is_alarmed
 
 
@@ -48,7 +48,7 @@ def test_a_failed_wait_stays_recorded():
 
 
 def test_a_record_continues_in_other_memory():
-    heartbeat, record = Heartbeat(), memoryview(bytearray(8 * NUM_FIELDS)).cast("q")
+    heartbeat, record = Heartbeat(), memoryview(bytearray(RECORD_BYTES)).cast("q")
     heartbeat.begin("data", step=9)
     heartbeat.move_to(record)
     heartbeat.alarm()
