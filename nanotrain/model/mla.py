@@ -51,9 +51,9 @@ class MultiLatentAttention(nn.Module):
         assert shape.mla is not None, "a model without latent attention has the class Attention"
         self.tensor_parallel = parallel.tp
         self.core_attention = parallel.core_attention
-        self.query_sizes = (shape.mla.nope_dim, shape.mla.rope_dim)
-        self.key_value_sizes = (shape.mla.nope_dim, shape.value_head_dim)
-        self.compressed_sizes = (shape.mla.kv_lora_rank, shape.mla.rope_dim)
+        self.query_sizes = (shape.mla.qk_head_dim, shape.mla.qk_pos_emb_head_dim)
+        self.key_value_sizes = (shape.mla.qk_head_dim, shape.value_head_dim)
+        self.compressed_sizes = (shape.mla.kv_lora_rank, shape.mla.qk_pos_emb_head_dim)
         sharded = partial(ColumnParallelLinear, tensor_parallel=parallel.tp)
         replicated = partial(ColumnParallelLinear, tensor_parallel=parallel.tp.unsharded)
         self.query: ColumnParallelLinear | None = None

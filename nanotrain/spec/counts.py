@@ -65,7 +65,7 @@ def _unpadded(shape: ModelShape) -> tuple[ParamSpec, ...]:
 def _active(spec: ParamSpec, shape: ModelShape) -> int:
     if not spec.is_expert or shape.moe is None:
         return spec.numel
-    return spec.numel // shape.moe.num_experts * shape.moe.topk
+    return spec.numel // shape.moe.num_experts * shape.moe.router_topk
 
 
 def _is_multiplied(spec: ParamSpec, shape: ModelShape) -> bool:

@@ -206,10 +206,10 @@ def mla(declare: Declaration) -> Specs:
         specs = _nest("query_down", declare.replicated_linear(rank, hidden))
         specs += _nest("query_latent_norm", norm(declare, rank))
         specs += _nest("query_up", declare.column_linear(query_size, rank))
-    key_value_size = shape.num_heads * (shape.mla.nope_dim + shape.value_head_dim)
+    key_value_size = shape.num_heads * (shape.mla.qk_head_dim + shape.value_head_dim)
     return (
         *specs,
-        *_nest("kv_down", declare.replicated_linear(compressed + shape.mla.rope_dim, hidden)),
+        *_nest("kv_down", declare.replicated_linear(compressed + shape.mla.qk_pos_emb_head_dim, hidden)),
         *_nest("kv_latent_norm", norm(declare, compressed)),
         *_nest("kv_up", declare.column_linear(key_value_size, compressed)),
         *_nest("output", declare.row_linear(hidden, shape.num_heads * shape.value_head_dim)),
@@ -226,28 +226,28 @@ def mlp(declare: Declaration, inner: int) -> Specs:
 
 def moe(declare: Declaration) -> Specs:
     """A router, stacked experts, and a shared expert with its gate where the model has them."""
-    shape, moe_shape = declare.shape, declare.shape.moe
-    assert moe_shape is not None, "a dense model has no experts"
+    shape, moe_config = declare.shape, declare.shape.moe
+    assert moe_config is not None, "a dense model has no experts"
     # Each tp rank routes a sequence shard, with or without sequence parallelism.
-    router = replace(declare.weight(moe_shape.num_experts, shape.hidden_size), grad_sum_axes=("tp",))
-    up = declare.linear_weight(moe_shape.num_experts, moe_shape.ffn_size, shape.hidden_size)
+    router = replace(declare.weight(moe_config.num_experts, shape.hidden_size), grad_sum_axes=("tp",))
+    up = declare.linear_weight(moe_config.num_experts, shape.moe_ffn_size, shape.hidden_size)
     up = replace(up, shards=(Shard(0, "ep"), Shard(1, "etp")), is_expert=True)
-    down_shape = (moe_shape.num_experts, shape.hidden_size, moe_shape.ffn_size)
+    down_shape = (moe_config.num_experts, shape.hidden_size, shape.moe_ffn_size)
     down = declare.linear_weight(*down_shape, std=declare.output_std)
     down = replace(down, shards=(Shard(0, "ep"), Shard(2, "etp")), is_expert=True)
     routers, ups, downs = [router], [up], [down]
     if shape.has_linear_bias:
-        routers.append(replace(declare.vector("bias", moe_shape.num_experts), grad_sum_axes=("tp",)))
+        routers.append(replace(declare.vector("bias", moe_config.num_experts), grad_sum_axes=("tp",)))
         of_experts = replace(declare.vector("bias", 0), shards=(Shard(0, "ep"),), is_expert=True)
         ups.append(replace(of_experts, shape=up.shape[:2], shards=(Shard(0, "ep"), Shard(1, "etp"))))
         downs.append(replace(of_experts, shape=down.shape[:2]))  # every rank of etp has it, and its full gradient
     experts = (*_nest("experts.up", ups), *_nest("experts.down", downs))
     experts = (*_nest("experts.gate", ups), *experts) if shape.is_gated else experts
     specs = (*_nest("router", routers), *_grouped("experts", experts))
-    if moe_shape.shared_ffn_size is None:
+    if moe_config.shared_expert_intermediate_size is None:
         return specs
-    specs += _nest("shared", mlp(declare, moe_shape.shared_ffn_size))
-    if not moe_shape.has_shared_gate:
+    specs += _nest("shared", mlp(declare, moe_config.shared_expert_intermediate_size))
+    if not moe_config.shared_expert_gate:
         return specs
     return specs + _nest("shared_gate", _summed([declare.weight(1, shape.hidden_size)], declare.sequence_axes))
 

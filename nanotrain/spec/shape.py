@@ -1,39 +1,20 @@
 """The shape of a model: every size that follows from the model section of a configuration, resolved once.
 
-    ModelShape   all sizes of a model
-    MLAShape     multi-head latent attention (DeepSeek-V2)
-    MoEShape     mixture-of-experts layers
-
 Parameters, FLOPs, modules and Hugging Face files read these sizes; none of them derives one again.
 """
 
 from dataclasses import dataclass
 from typing import Self
 
-from nanotrain.config.config import ModelConfig, Normalization, NormPlacement, PositionEmbedding, SoftmaxType
-from nanotrain.config.model import GATED
-
-
-@dataclass(frozen=True)
-class MLAShape:
-    """Sizes of multi-head latent attention."""
-
-    q_lora_rank: int | None  # width of the compressed queries; None where queries are projected directly
-    kv_lora_rank: int  # width of the compressed keys and values
-    nope_dim: int  # channels of a query/key head without positions
-    rope_dim: int  # rotary channels of a query/key head; the key's are shared by all heads
-
-
-@dataclass(frozen=True)
-class MoEShape:
-    """Sizes of the mixture-of-experts layers."""
-
-    layers: tuple[bool, ...]  # whether each layer of the model has experts
-    num_experts: int  # routed experts per layer
-    topk: int  # experts per token
-    ffn_size: int  # inner width of an expert
-    shared_ffn_size: int | None  # inner width of the shared expert; None without one
-    has_shared_gate: bool = False  # the shared expert's output is multiplied by a gate per token
+from nanotrain.config.config import (
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    Normalization,
+    NormPlacement,
+    PositionEmbedding,
+    SoftmaxType,
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +31,7 @@ class ModelShape:
     head_dim: int  # width of a query or key head
     value_head_dim: int  # width of a value head
     ffn_size: int  # inner width of a dense MLP
-    is_gated: bool  # the MLP has a gate projection (GATED)
+    is_gated: bool  # the MLP has a gate projection
     has_linear_bias: bool  # biases on every linear layer but the head
     has_qkv_bias: bool  # biases on query, key and value
     has_norm_bias: bool  # norms have a bias (LayerNorm)
@@ -65,8 +46,10 @@ class ModelShape:
     window_size: int | None = None  # earlier keys that a query attends to, in some layers; None for all
     window_layers: tuple[bool, ...] = ()  # whether each layer has the window
     no_rope_layers: tuple[bool, ...] = ()  # whether each layer is without rotary positions
-    mla: MLAShape | None = None  # set with multi-head latent attention
-    moe: MoEShape | None = None  # set where some layers have experts
+    mla: MLAConfig | None = None  # sizes of multi-head latent attention (DeepSeek-V2)
+    moe: MoEConfig | None = None  # sizes of the mixture-of-experts layers
+    moe_layers: tuple[bool, ...] = ()  # whether each layer has experts
+    moe_ffn_size: int = 0  # inner width of an expert
     num_mtp_layers: int = 0  # layers of multi-token prediction; in the methods below they follow the model's layers
 
     @classmethod
@@ -94,7 +77,7 @@ class ModelShape:
             head_dim=width,
             value_head_dim=width if model_config.mla is None else model_config.mla.v_head_dim,
             ffn_size=model_config.ffn_size,
-            is_gated=model_config.activation in GATED,
+            is_gated=model_config.is_gated,
             has_linear_bias=model_config.add_bias_linear,
             has_qkv_bias=model_config.add_bias_linear or model_config.add_qkv_bias,
             has_norm_bias=model_config.normalization is Normalization.LayerNorm,
@@ -109,14 +92,16 @@ class ModelShape:
             window_size=model_config.window_size,
             window_layers=model_config.window_layers,
             no_rope_layers=model_config.no_rope_layers,
-            mla=_mla_shape(model_config),
-            moe=_moe_shape(model_config),
+            mla=model_config.mla,
+            moe=model_config.moe,
+            moe_layers=model_config.moe_layers,
+            moe_ffn_size=model_config.moe_ffn_size,
             num_mtp_layers=model_config.mtp.num_layers or 0,
         )
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, by its index in the model, is a mixture of experts."""
-        return self.moe is not None and self.moe.layers[self._kind_of(layer)]
+        return self.moe_layers[self._kind_of(layer)]
 
     def has_window(self, layer: int) -> bool:
         """Whether a layer, by its index in the model, attends within the window."""
@@ -143,29 +128,3 @@ class ModelShape:
     def replicates_kv_heads(self, tensor_parallel_size: int) -> bool:
         """Whether key and value weights are replicated over tp, because there are fewer heads than tp ranks."""
         return self.num_query_groups % tensor_parallel_size != 0
-
-
-def _mla_shape(model_config: ModelConfig) -> MLAShape | None:
-    mla = model_config.mla
-    if mla is None:
-        return None
-    return MLAShape(
-        q_lora_rank=mla.q_lora_rank,
-        kv_lora_rank=mla.kv_lora_rank,
-        nope_dim=mla.qk_head_dim,
-        rope_dim=mla.qk_pos_emb_head_dim,
-    )
-
-
-def _moe_shape(model_config: ModelConfig) -> MoEShape | None:
-    moe = model_config.moe
-    if moe is None:
-        return None
-    return MoEShape(
-        layers=model_config.moe_layers,
-        num_experts=moe.num_experts,
-        topk=moe.router_topk,
-        ffn_size=model_config.moe_ffn_size,
-        shared_ffn_size=moe.shared_expert_intermediate_size,
-        has_shared_gate=moe.shared_expert_gate,
-    )

@@ -6,7 +6,7 @@ import pytest
 
 from nanotrain.config.config import Activation, MLAConfig, ModelConfig, MoEConfig
 from nanotrain.errors import ConfigError
-from nanotrain.spec.shape import MLAShape, ModelShape
+from nanotrain.spec.shape import ModelShape
 from tests.model.building import GPT2, LLAMA
 
 
@@ -31,14 +31,14 @@ def test_latent_attention_has_two_head_widths() -> None:
     )
     shape = ModelShape.of(replace(model, mla=replace(model.mla, v_head_dim=6)))
     assert (shape.head_dim, shape.value_head_dim) == (12, 6)
-    assert shape.mla == MLAShape(q_lora_rank=None, kv_lora_rank=16, nope_dim=8, rope_dim=4)
+    assert shape.mla == MLAConfig(kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6)
     assert ModelShape.of(LLAMA).mla is None
 
 
 def test_layers_with_experts_are_resolved_per_layer() -> None:
     shape = ModelShape.of(replace(LLAMA, num_layers=4, moe=MoEConfig(num_experts=8, layer_freq="[0]+[1]*3")))
     assert [shape.has_experts(layer) for layer in range(4)] == [False, True, True, True]
-    assert shape.moe is not None and shape.moe.ffn_size == 48
+    assert shape.moe_ffn_size == 48
     assert not ModelShape.of(LLAMA).has_experts(0)
 
 

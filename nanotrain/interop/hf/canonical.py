@@ -5,10 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from nanotrain.config.config import ModelConfig, MoEConfig, PositionEmbedding, RouterScore
-from nanotrain.config.model import GATED
 from nanotrain.config.notation import write_pattern
 from nanotrain.config.schema import without_absent
-from nanotrain.spec.shape import ModelShape, MoEShape
+from nanotrain.spec.shape import ModelShape
 
 # Keys that may differ from the weights: they change training or memory layout, not what the model computes.
 FREE_KEYS = (
@@ -37,8 +36,8 @@ def resolved(model_config: ModelConfig) -> ModelConfig:
     """The same model with derived sizes set."""
     shape = ModelShape.of(model_config)
     moe = model_config.moe
-    if moe is not None and shape.moe is not None:
-        moe = replace(moe, ffn_hidden_size=shape.moe.ffn_size)
+    if moe is not None:
+        moe = replace(moe, ffn_hidden_size=shape.moe_ffn_size)
     return replace(
         model_config,
         num_query_groups=shape.num_query_groups,
@@ -52,13 +51,13 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
     """The same model with derived sizes resolved and fields without effect at their defaults."""
     model_config = without_absent(model_config)
     shape = ModelShape.of(model_config)
-    moe = shape.moe if shape.moe is not None and any(shape.moe.layers) else None
+    moe = shape.moe if any(shape.moe_layers) else None
     model_config = replace(
         resolved(model_config),
         add_qkv_bias=model_config.add_qkv_bias and not model_config.add_bias_linear,
-        ffn_hidden_size=None if moe is not None and all(moe.layers) else shape.ffn_size,
+        ffn_hidden_size=None if all(shape.moe_layers) else shape.ffn_size,
         mtp=replace(model_config.mtp, num_layers=shape.num_mtp_layers or None),
-        moe=None if moe is None or model_config.moe is None else _canonical_experts(model_config.moe, moe),
+        moe=None if moe is None else _canonical_experts(moe, shape),
     )
     is_mla, position = model_config.multi_latent_attention, model_config.position_embedding_type
     scale, without = model_config.softmax_scale, model_config.no_rope_layers
@@ -71,7 +70,7 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
         ("rotary_percent",): not has_rope or is_mla,
         ("use_rope_scaling", *_ROPE_SCALING): not is_rope or not model_config.use_rope_scaling,
         ("rotary_seq_len_interpolation_factor",): not is_rope,
-        ("glu_linear_offset", "activation_func_clamp_value"): model_config.activation not in GATED,
+        ("glu_linear_offset", "activation_func_clamp_value"): not model_config.is_gated,
         ("qk_layernorm_across_heads",): not model_config.qk_layernorm,
         ("window_attn_skip_freq", "rotary_base_local"): model_config.window_size is None,
     }
@@ -87,8 +86,8 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
     return replace(model_config, window_attn_skip_freq="0" if all(layers) else write_pattern(layers))
 
 
-def _canonical_experts(moe: MoEConfig, shape: MoEShape) -> MoEConfig:
-    moe = replace(moe, ffn_hidden_size=shape.ffn_size, layer_freq=write_pattern(shape.layers))
+def _canonical_experts(moe: MoEConfig, shape: ModelShape) -> MoEConfig:
+    moe = replace(moe, ffn_hidden_size=shape.moe_ffn_size, layer_freq=write_pattern(shape.moe_layers))
     if moe.shared_expert_intermediate_size is None:
         moe = replace(moe, shared_expert_gate=MoEConfig().shared_expert_gate)
     if not moe.router_enable_expert_bias:

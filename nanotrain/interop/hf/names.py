@@ -121,7 +121,7 @@ def _neighbour_rows(num_rows: int, shape: ModelShape) -> tuple[int, ...]:
     Of the rows that produce compressed keys and values, the last R are one head of rotary channels.
     """
     assert shape.mla is not None, "only MLA is stored this way"
-    rotary = shape.mla.rope_dim
+    rotary = shape.mla.qk_pos_emb_head_dim
     head = shape.head_dim if num_rows == shape.num_heads * shape.head_dim else num_rows
 
     def stored(row: int) -> int:

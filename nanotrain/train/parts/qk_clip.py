@@ -131,7 +131,7 @@ def row_factors(of_heads: Tensor, shape: ModelShape, *, alpha: float) -> Mapping
     The result may name parameters that the layer does not have (biases, a query without q_lora_rank).
     """
     if shape.mla is not None:
-        nope, rope, value = shape.mla.nope_dim, shape.mla.rope_dim, shape.value_head_dim
+        nope, rope, value = shape.mla.qk_head_dim, shape.mla.qk_pos_emb_head_dim, shape.value_head_dim
         query, key = of_heads**alpha, of_heads ** (1 - alpha)
         query_rows = _rows((query, nope), (of_heads, rope))
         key_rows = _rows((key, nope), (torch.ones_like(key), value))

@@ -114,7 +114,7 @@ class Activations:
     def block_working(self) -> int:
         """Temporaries of the backward of a block: gradients of hidden states, inside the MLP and of experts."""
         moe = self.shape.moe
-        inner = max(self.shape.ffn_size, moe.topk * moe.ffn_size if moe else 0) // self.tp
+        inner = max(self.shape.ffn_size, moe.router_topk * self.shape.moe_ffn_size if moe else 0) // self.tp
         if self.device == "cpu":
             return self.tokens * 3 * (inner * self.itemsize + self.width) + self._fp8_working()
         # Of a gate and up, whose product is freed before. The grouped product returns the gradients of experts.
@@ -123,7 +123,7 @@ class Activations:
         if moe is None:
             return block
         num_weights = (1 + self.shape.is_gated) * moe.num_experts // self.ep
-        num_pairs, inner = self.tokens * moe.topk // self.tp, moe.ffn_size // self.etp
+        num_pairs, inner = self.tokens * moe.router_topk // self.tp, self.shape.moe_ffn_size // self.etp
         return block + (num_pairs + num_weights * inner) * self.width
 
     def loss_working(self, *, is_training: bool = True) -> int:
@@ -143,7 +143,7 @@ class Activations:
         """The largest operand of a product while it is quantized: two copies in fp32 and the result."""
         if not self.has_fp8:
             return 0
-        widths = [self.shape.ffn_size // self.tp, self.shape.moe.ffn_size // self.etp if self.shape.moe else 0]
+        widths = [self.shape.ffn_size // self.tp, self.shape.moe_ffn_size // self.etp if self.shape.moe else 0]
         return max(self.tokens, self.shape.hidden_size) * max(self.shape.hidden_size, *widths) * (2 * FP32 + FP8)
 
     def _attention(self, layer: int, modules: Modules) -> int:
@@ -157,7 +157,7 @@ class Activations:
         """The compressed vectors before and after their norms, and the core attention."""
         mla, heads = self.shape.mla, self.shape.num_heads // self.tp
         assert mla is not None, "callers check it"
-        compressed = 2 * (mla.q_lora_rank or 0) + 2 * mla.kv_lora_rank + mla.rope_dim
+        compressed = 2 * (mla.q_lora_rank or 0) + 2 * mla.kv_lora_rank + mla.qk_pos_emb_head_dim
         return self.outside * compressed * self.itemsize + self._core_attention(layer, (heads, heads), modules=modules)
 
     def _core_attention(self, layer: int, heads: tuple[int, int], *, modules: Modules) -> int:
@@ -167,7 +167,7 @@ class Activations:
         is_sdpa = self.device == "cpu" and backend == "sdpa flash"
         value_dim, keeps_inputs = shape.value_head_dim, "mla_up_proj" not in modules
         if "core_attn" in modules:  # its inputs, and its output for the layer that follows
-            value_input = value_dim + (shape.mla.nope_dim if shape.mla else 0)
+            value_input = value_dim + (shape.mla.qk_head_dim if shape.mla else 0)
             inputs = keeps_inputs * (num_heads * shape.head_dim + groups * (shape.head_dim + value_input))
             return self.tokens * (inputs + num_heads * value_dim) * self.itemsize
         if backend == "math" and not self.config.model.has_score_options:
@@ -182,7 +182,7 @@ class Activations:
         if is_padded:
             value_dim = shape.head_dim
         elif not is_repeated and shape.mla and self.cp_comm_type in (None, "p2p"):
-            value_dim += shape.mla.nope_dim  # values are views of what kv_up returns
+            value_dim += shape.mla.qk_head_dim  # values are views of what kv_up returns
         key_value = groups * (shape.head_dim + value_dim) * (self.cp if self.cp_comm_type == "allgather" else 1)
         query = num_heads * shape.head_dim
         if not keeps_inputs and self.cp_comm_type != "a2a":  # which keeps copies of all three
@@ -227,11 +227,11 @@ class Activations:
         router = routed * (ROUTER_TENSORS * moe.num_experts + router_input) * FP32
         router += is_low * moe.num_experts * self.shape.hidden_size * FP32
         num_inner = (1 + self.shape.is_gated) if "moe_act" in modules else self._num_inner()
-        inner = moe.ffn_size // self.etp * num_inner * self.itemsize
-        pairs = routed * moe.topk
+        inner = self.shape.moe_ffn_size // self.etp * num_inner * self.itemsize
+        pairs = routed * moe.router_topk
         experts = pairs * self.etp * (self.width + inner + 2 * INT64) + pairs * (self.width + 2 * INT64 + FP32)
-        if moe.shared_ffn_size is None:
+        if moe.shared_expert_intermediate_size is None:
             return router + experts
         normed = (keeps_normed and is_copied) * self.outside * self.width
-        gate = moe.has_shared_gate * self.outside * (self.width + self.itemsize)  # the expert's output and the gate
-        return router + experts + normed + self._mlp(moe.shared_ffn_size) + gate
+        gate = moe.shared_expert_gate * self.outside * (self.width + self.itemsize)  # the expert's output and the gate
+        return router + experts + normed + self._mlp(moe.shared_expert_intermediate_size) + gate

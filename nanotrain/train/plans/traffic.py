@@ -175,7 +175,7 @@ def experts(plan: Plan) -> Iterator[tuple[Key, int]]:
     num_tokens = train.micro_batch_size * plan.config.data.seq_length
     layer = ExpertShape(
         tokens=num_tokens // (plan.groups["cp"].size * plan.groups["tp"].size),
-        topk=moe.topk,
+        topk=moe.router_topk,
         num_experts=moe.num_experts,
         hidden_size=plan.shape.hidden_size,
         itemsize=Precision.of(plan.config.precision).params.itemsize,

@@ -58,7 +58,7 @@ def test_values_and_the_shared_rotary_key_of_mla_stay() -> None:
     assert shape.mla is not None
     heads = torch.full((shape.num_heads,), 0.25)
     rows = row_factors(heads, shape, alpha=0.5)
-    nope, rope, value = shape.mla.nope_dim, shape.mla.rope_dim, shape.value_head_dim
+    nope, rope, value = shape.mla.qk_head_dim, shape.mla.qk_pos_emb_head_dim, shape.value_head_dim
     assert rows["query_up.weight"].tolist() == ([0.5] * nope + [0.25] * rope) * shape.num_heads
     assert rows["kv_up.weight"].tolist() == ([0.5] * nope + [1.0] * value) * shape.num_heads
     assert "kv_down.weight" not in rows
