@@ -320,7 +320,7 @@ class RecordedTransfer:
 
 
 class RecordedCopies:
-    """`BufferCopies` whose copies are in flight until the host or the device waits for them, in order."""
+    """`HostTransfer` of buffers: copies are in flight until the host or the device waits for them, in order."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

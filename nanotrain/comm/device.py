@@ -1,11 +1,11 @@
 """The only file that uses `torch.cuda`: choose a rank's device, and query or control it.
 
-    pick_device, describe_unused_gpus, backend_of, process_group_device, device_name, compute_capability
-    synchronize, manual_seed
-    HostTransfer    activations to pinned host memory and back
+    pick_device, describe_unused_gpus, process_group_device, device_name, compute_capability
+    synchronize
+    HostTransfer    between the device and pinned host memory, beside computation
     HostCopy        a few numbers for the log, read on the host later
     Stopwatch       time of a step
-    BufferCopies    between lasting buffers on the device and `host_zeros` (pinned host memory), beside computation
+    to_device, host_zeros
     reset_peak_memory, peak_memory, memory_per_rank
 
 Most of `torch.cuda` raises on a CPU-only torch, so all callers go through these functions.
@@ -14,6 +14,7 @@ Most of `torch.cuda` raises on a CPU-only torch, so all callers go through these
 import os
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -30,7 +31,6 @@ from nanotrain.system import available_memory
 # torch's allocator reads it at the first CUDA tensor. Expandable segments leave fewer gaps between tensors of varying
 # sizes, such as those of batches and experts.
 _ALLOCATOR = "PYTORCH_ALLOC_CONF"
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _CLEAR_PEAK = "5"  # man 5 proc, clear_refs: sets VmHWM back to the current size
 
 
@@ -101,11 +101,6 @@ def _has_own_gpu(environment: Mapping[str, str], local_rank: str) -> bool:
     return is_given and "TORCHELASTIC_RUN_ID" not in environment and torch.cuda.device_count() == 1
 
 
-def backend_of(device: torch.device) -> str:
-    """The torch.distributed backend for tensors on this device: "nccl" or "gloo"."""
-    return _BACKENDS[device.type]
-
-
 def process_group_device(process_group: dist.ProcessGroup | None) -> torch.device:
     """The device whose tensors a process group communicates."""
     return torch.device("cuda" if dist.get_backend(process_group) == "nccl" else "cpu")
@@ -127,23 +122,13 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def manual_seed(seed: int, device: torch.device) -> None:
-    """Seed torch's default generators of the CPU and of the device."""
-    torch.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-
-
 def reset_peak_memory(device: torch.device) -> None:
     """Restart the peak that `peak_memory` reports."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    clear_refs = Path("/proc/self/clear_refs")
-    try:
-        clear_refs.write_text(_CLEAR_PEAK)
-    except OSError:
-        return  # no such file or no permission: the peak then counts from the start of the process
+    with suppress(OSError):  # no such file or no permission: the peak then counts from the start of the process
+        Path("/proc/self/clear_refs").write_text(_CLEAR_PEAK)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -241,54 +226,7 @@ class Stopwatch:
 
 
 class HostTransfer:
-    """Copies of flat byte tensors to pinned host memory and back, on a side stream of a GPU; at once on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """Start to copy a tensor that the current stream has written; `start_return` waits for it."""
-        if self._stream is None:
-            return tensor.clone()
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._stream)  # freed memory is not used again before it is copied
-        return host
-
-    def start_return(self, host: Tensor) -> "Returning":
-        """Start to copy a tensor back to the device, after its own copy to the host."""
-        if self._stream is None:
-            return Returning(host.clone(), None)
-        with torch.cuda.stream(self._stream):
-            tensor = torch.empty(host.shape, dtype=host.dtype, device=self._device)
-            tensor.copy_(host, non_blocking=True)
-            return Returning(tensor, self._stream.record_event())
-
-
-@dataclass(frozen=True)
-class Returning:
-    """A tensor that is being copied to the device."""
-
-    tensor: Tensor
-    event: torch.Event | None
-
-    def wait(self) -> Tensor:
-        """The tensor; the current stream waits for the copy."""
-        if self.event is not None:
-            stream = torch.cuda.current_stream(self.tensor.device)
-            stream.wait_event(self.event)
-            self.tensor.record_stream(stream)  # allocated on the side stream, freed after its use on this one
-        return self.tensor
-
-
-class BufferCopies:
-    """Copies between buffers on a device and host buffers of the same lifetime, on a side stream of a GPU.
-
-    On a CPU they are complete on return.
-    """
+    """Copies between a device and host memory, on a side stream of a GPU; complete on return on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -299,15 +237,27 @@ class BufferCopies:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def start(self, target: Tensor, source: Tensor) -> "BufferCopy":
+    def start(self, target: Tensor, source: Tensor) -> "Copy":
         """Start to copy `source` to `target`, of the same dtype, after all earlier copies."""
         assert target.dtype == source.dtype, "a conversion would need memory that is not pinned, and block the host"
-        if self._stream is None:
-            target.copy_(source)
-            return BufferCopy(None)
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            return BufferCopy(self._stream.record_event())
+            return Copy(target, None if self._stream is None else self._stream.record_event())
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Start to copy a tensor that the current stream has written to new memory; `start_return` waits for it."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._stream is not None)
+        self.wait_for_device()
+        self.start(host, tensor)
+        if self._stream is not None:
+            tensor.record_stream(self._stream)  # freed memory is not used again before it is copied
+        return host
+
+    def start_return(self, host: Tensor) -> "Copy":
+        """Start to copy a tensor back to new memory on the device, after its own copy to the host."""
+        with torch.cuda.stream(self._stream):
+            tensor = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+        return self.start(tensor, host)
 
     def finish(self) -> None:
         """Let the current stream wait for all copies; the host does not wait."""
@@ -316,10 +266,19 @@ class BufferCopies:
 
 
 @dataclass(frozen=True)
-class BufferCopy:
+class Copy:
     """A copy that was started."""
 
+    target: Tensor
     event: torch.Event | None
+
+    def wait(self) -> Tensor:
+        """The target, on the device; the current stream waits for the copy."""
+        if self.event is not None:
+            stream = torch.cuda.current_stream(self.target.device)
+            stream.wait_event(self.event)
+            self.target.record_stream(stream)  # allocated on the side stream, freed after its use on this one
+        return self.target
 
     def wait_on_host(self) -> None:
         """Block the host until the copy is complete, so that it may read the target and write the source."""

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from nanotrain.comm.device import backend_of, process_group_device
+from nanotrain.comm.device import process_group_device
 from nanotrain.errors import EnvironmentFault
 from nanotrain.topology.groups import UNCONNECTED, Ranks
 from nanotrain.topology.topology import CONTROL_FAN_OUT, Topology, control_levels, partitions
@@ -39,7 +39,7 @@ def join_world(rank: int, world_size: int, *, device: torch.device, timeout: tim
     Raises:
         EnvironmentFault: the ranks do not meet.
     """
-    backend = backend_of(device)
+    backend = dist.get_default_backend_for_device(device)
     bound = device if backend == "nccl" else None
     try:
         options = _options(backend, timeout=timeout)

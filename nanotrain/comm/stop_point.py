@@ -75,11 +75,6 @@ class StopPoint:
         if self._thread is not None:
             self._thread.join()
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether this rank has read a stop request."""
-        return self._holds
-
     def begin_pass(self) -> None:
         """Record that a pass begins; called on all ranks."""
         with self._changed:
@@ -95,7 +90,8 @@ class StopPoint:
         if wanted <= self._begun:
             return True
         with self._changed:
-            if self._holds and not self._changed.wait_for(self._is_decided, timeout=self._timeout_s):
+            is_decided = lambda: self._decision is not None or not self._holds  # noqa: E731
+            if self._holds and not self._changed.wait_for(is_decided, timeout=self._timeout_s):
                 raise CommunicationFault(
                     "ranks that stop did not agree on a microbatch",
                     why=f"some of them did not reply for {self._timeout_s:.0f} s",
@@ -114,9 +110,6 @@ class StopPoint:
         """
         if self._decision is not None and (self._begun[0], num_microbatches) > self._decision:
             raise PassStopped(self._begun[1])
-
-    def _is_decided(self) -> bool:
-        return self._decision is not None or not self._holds
 
     def _watch(self) -> None:
         try:

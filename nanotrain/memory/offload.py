@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from nanotrain.comm.device import HostTransfer, Returning
+from nanotrain.comm.device import Copy, HostTransfer
 from nanotrain.errors import ConfigError
 
 MIN_BYTES = 4096  # smaller storages stay on the device: copying them costs more than it saves
@@ -71,7 +71,7 @@ class _Stored:
     host: Tensor
     device: Tensor | None  # kept until the forward ends, so that no other storage gets its address
     num_unread: int = 0
-    returning: Returning | None = None
+    returning: Copy | None = None
 
 
 @dataclass(frozen=True)

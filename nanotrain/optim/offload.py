@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nanotrain.comm.device import BufferCopies, BufferCopy
+from nanotrain.comm.device import Copy, HostTransfer
 from nanotrain.errors import ConfigError
 from nanotrain.optim.rule import UpdateRule, UpdateStep
 from nanotrain.optim.state import PartState
@@ -29,8 +29,8 @@ class HostUpdate:
 
     def __init__(self, parts: Sequence[PartState], *, device: torch.device) -> None:
         self._parts = [(part, part.host) for part in parts if part.host is not None]
-        self._copies = BufferCopies(device)
-        self._arrivals: list[BufferCopy] = []
+        self._copies = HostTransfer(device)
+        self._arrivals: list[Copy] = []
 
     def start_grads(self) -> None:
         """Start to copy the gradients of all parts to the host."""

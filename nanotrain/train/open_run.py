@@ -13,7 +13,7 @@ import torch
 
 from nanotrain.attention.backends import AttentionChoice, AttentionDevice
 from nanotrain.checkpoint.all_ranks import run_on_all
-from nanotrain.comm.device import device_name, manual_seed, peak_memory, reset_peak_memory
+from nanotrain.comm.device import device_name, peak_memory, reset_peak_memory
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.load import to_yaml
@@ -62,7 +62,7 @@ def open_run(
         watch_ranks(context, inputs.folder.path, timeout_s=config.train.hang_timeout_s),
         explaining_memory_errors(f"rank {context.rank}{coords}"),
     ):
-        manual_seed(config.train.seed, device)
+        torch.manual_seed(config.train.seed)
         reset_peak_memory(device)
         peak = PlannedPeak(planned.total, before=peak_memory(device)) if planned else None
         run = build_run(plan, inputs, context=context)

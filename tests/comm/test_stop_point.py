@@ -95,7 +95,7 @@ def test_a_short_pass_does_not_read_the_store():
     point._pass_start = -math.inf
     until(lambda: requests)
     point.end()
-    assert requests[0] > 5 and not point.is_asked
+    assert requests[0] > 5 and not point._holds
 
 
 def test_what_has_begun_is_completed_and_later_passes_begin_nothing():
@@ -105,7 +105,7 @@ def test_what_has_begun_is_completed_and_later_passes_begin_nothing():
     point.begin_pass()
     assert point.may_begin(3)
     asks = True
-    until(lambda: point.is_asked)
+    until(lambda: point._holds)
     assert [point.may_begin(each) for each in (4, 2, 3)] == [False, True, True]
     point.end_pass(4)  # none was left out
     with pytest.raises(PassStopped, match="after 4 microbatches"):
@@ -139,7 +139,7 @@ def wait_for_a_rank_that_does_not_reply(ctx: ParallelContext) -> None:
     point.start(lambda: ctx.rank == 0)
     point.begin_pass()
     if ctx.rank == 0:
-        until(lambda: point.is_asked)
+        until(lambda: point._holds)
         with pytest.raises(CommunicationFault, match="did not reply"):
             point.may_begin(0)
     point.end()

@@ -96,7 +96,7 @@ def trains(row: Row, folder: Path) -> Recorder:
     """Train one rank of a row."""
     with row.world() as (context, recorder), pytest.MonkeyPatch.context() as patch:
         patch.setattr(activation_offload, "HostTransfer", lambda device: RecordedTransfer(recorder))
-        patch.setattr(optimizer_offload, "BufferCopies", lambda device: RecordedCopies(recorder))
+        patch.setattr(optimizer_offload, "HostTransfer", lambda device: RecordedCopies(recorder))
         run = build_here(context, row.case, folder=folder)
         try:
             for _ in range(2):

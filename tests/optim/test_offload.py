@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanotrain.comm.collectives import barrier
-from nanotrain.comm.device import BufferCopies
+from nanotrain.comm.device import HostTransfer
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import OptimConfig
 from nanotrain.errors import ConfigError
@@ -80,7 +80,7 @@ def train(ctx: ParallelContext, strategy: str, config: OptimConfig, *more: Preci
 def copies_of(ctx: ParallelContext, kind: Any) -> None:
     """Choose the copies of all ranks, which are threads of one process, between what they do before and after."""
     barrier(ctx.control)
-    offload.BufferCopies = kind
+    offload.HostTransfer = kind
     barrier(ctx.control)
 
 
@@ -96,7 +96,7 @@ def test_state_on_the_host_gives_the_same_bits_and_a_part_of_it_the_same_values(
             for immediate, each in ((full, on_host), (part, divided)):
                 delayed = train(ctx, strategy, each, precision)
                 assert all(torch.equal(tensor, immediate[name]) for name, tensor in delayed.items())
-            copies_of(ctx, BufferCopies)
+            copies_of(ctx, HostTransfer)
             is_rounded = precision != Precision(torch.float32)
             for name, tensor in on_device.items():
                 assert torch.equal(full[name], tensor), f"{strategy} {precision}: {name}"

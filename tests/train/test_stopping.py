@@ -53,7 +53,7 @@ class SignalInStep(Hook):
         if self.count == self.forward and is_last:
             run.stop.signal = signal.SIGTERM
         deadline = time.monotonic() + HANG_S
-        while self.count == self.forward and not run.pipeline.stop_point.is_asked and time.monotonic() < deadline:
+        while self.count == self.forward and not run.pipeline.stop_point._holds and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
