@@ -17,6 +17,7 @@ The gradient of a parameter is summed over tp if each tp rank computes it from i
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from nanotrain.spec.params import Constant, Normal, ParamSpec, Shard
 from nanotrain.spec.shape import ModelShape
@@ -53,19 +54,23 @@ class Declaration:
         """A weight of linear layers or experts, whose products may be in fp8."""
         return replace(self.weight(*shape, std=std), in_fp8=True)
 
-    def vector(self, name: str, size: int, *, value: float = 0.0) -> ParamSpec:
-        """A vector with a constant initial value, not decayed."""
-        return ParamSpec(name, (size,), dtype=self.dtype, init=Constant(value), weight_decay=False)
+    def vector(self, name: str, *shape: int, value: float = 0.0) -> ParamSpec:
+        """A vector, or one per expert, with a constant initial value, not decayed."""
+        return ParamSpec(name, shape, dtype=self.dtype, init=Constant(value), weight_decay=False)
+
+    def bias(self, *shape: int, exists: bool) -> Specs:
+        """A bias, if the layer has one."""
+        return (self.vector("bias", *shape),) if exists else ()
 
     def column_linear(self, outputs: int, inputs: int, *, bias: bool = False) -> Specs:
         """A linear layer sharded along its outputs."""
-        specs = (self.linear_weight(outputs, inputs), *([self.vector("bias", outputs)] if bias else []))
+        specs = (self.linear_weight(outputs, inputs), *self.bias(outputs, exists=bias))
         return tuple(replace(spec, shards=(Shard(0, "tp"),)) for spec in specs)
 
     def row_linear(self, outputs: int, inputs: int, *, bias: bool = False) -> Specs:
         """A projection into the residual stream, sharded along its inputs; its bias is added after the reduction."""
         weight = replace(self.linear_weight(outputs, inputs, std=self.output_std), shards=(Shard(1, "tp"),))
-        return (weight, *_summed([self.vector("bias", outputs)] if bias else [], self.sequence_axes))
+        return (weight, *_summed(self.bias(outputs, exists=bias), self.sequence_axes))
 
     def replicated_linear(self, outputs: int, inputs: int) -> Specs:
         """A linear layer that every tp rank holds and applies outside the tensor-parallel region."""
@@ -159,10 +164,9 @@ def mtp_layer(declare: Declaration, layer: int) -> Specs:
 
 def norm(declare: Declaration, size: int) -> Specs:
     """LayerNorm (weight and bias) or RMSNorm (weight), outside the tensor-parallel region."""
-    specs = [declare.vector("weight", size, value=declare.shape.norm_init)]
-    if declare.shape.has_norm_bias:
-        specs.append(declare.vector("bias", size))
-    return _grouped("norms", _summed(specs, declare.sequence_axes))
+    weight = declare.vector("weight", size, value=declare.shape.norm_init)
+    bias = declare.bias(size, exists=declare.shape.has_norm_bias)
+    return _grouped("norms", _summed((weight, *bias), declare.sequence_axes))
 
 
 def attention(declare: Declaration) -> Specs:
@@ -174,19 +178,14 @@ def attention(declare: Declaration) -> Specs:
         key = tuple(replace(spec, shards=(), grad_sum_axes=("tp",)) for spec in key)
     specs: Specs = ()
     if shape.has_sink:
-        sink = ParamSpec(
-            "softmax_offset", (shape.num_heads,), dtype=declare.dtype, init=Normal(shape.init_std), weight_decay=False
-        )
-        specs = (replace(sink, shards=(Shard(0, "tp"),)),)
+        sink = declare.vector("softmax_offset", shape.num_heads)
+        specs = (replace(sink, init=Normal(shape.init_std), shards=(Shard(0, "tp"),)),)
     specs += _nest("query", declare.column_linear(query_size, shape.hidden_size, bias=shape.has_qkv_bias))
     specs += _nest("key", key) + _nest("value", key)
     if shape.has_qk_norm:
         # of the kind of the other norms, as in Megatron-LM; applied to the heads of each tp rank
-        per_head = [declare.vector("weight", shape.head_dim, value=shape.norm_init)]
-        if shape.has_norm_bias:
-            per_head.append(declare.vector("bias", shape.head_dim))
-        summed = _summed(per_head, ("tp",))
-        specs += _grouped("norms", _nest("query_norm", summed) + _nest("key_norm", summed))
+        per_head = _summed(norm(declare, shape.head_dim), ("tp",))
+        specs += _nest("query_norm", per_head) + _nest("key_norm", per_head)
     if shape.has_wide_qk_norm:  # OLMo 2; each tp rank has all weights and uses those of its heads
         for name, size in (("query_norm", query_size), ("key_norm", key_size)):
             wide = _summed([declare.vector("weight", size, value=shape.norm_init)], ("tp",))
@@ -228,22 +227,19 @@ def moe(declare: Declaration) -> Specs:
     """A router, stacked experts, and a shared expert with its gate where the model has them."""
     shape, moe_config = declare.shape, declare.shape.moe
     assert moe_config is not None, "a dense model has no experts"
+    num_experts, hidden, inner = moe_config.num_experts, shape.hidden_size, shape.moe_ffn_size
+    bias = partial(declare.bias, exists=shape.has_linear_bias)
     # Each tp rank routes a sequence shard, with or without sequence parallelism.
-    router = replace(declare.weight(moe_config.num_experts, shape.hidden_size), grad_sum_axes=("tp",))
-    up = declare.linear_weight(moe_config.num_experts, shape.moe_ffn_size, shape.hidden_size)
-    up = replace(up, shards=(Shard(0, "ep"), Shard(1, "etp")), is_expert=True)
-    down_shape = (moe_config.num_experts, shape.hidden_size, shape.moe_ffn_size)
-    down = declare.linear_weight(*down_shape, std=declare.output_std)
-    down = replace(down, shards=(Shard(0, "ep"), Shard(2, "etp")), is_expert=True)
-    routers, ups, downs = [router], [up], [down]
-    if shape.has_linear_bias:
-        routers.append(replace(declare.vector("bias", moe_config.num_experts), grad_sum_axes=("tp",)))
-        of_experts = replace(declare.vector("bias", 0), shards=(Shard(0, "ep"),), is_expert=True)
-        ups.append(replace(of_experts, shape=up.shape[:2], shards=(Shard(0, "ep"), Shard(1, "etp"))))
-        downs.append(replace(of_experts, shape=down.shape[:2]))  # every rank of etp has it, and its full gradient
+    router = _summed([declare.weight(num_experts, hidden), *bias(num_experts)], ("tp",))
+    up = [declare.linear_weight(num_experts, inner, hidden), *bias(num_experts, inner)]
+    ups = [replace(spec, shards=(Shard(0, "ep"), Shard(1, "etp")), is_expert=True) for spec in up]
+    down = declare.linear_weight(num_experts, hidden, inner, std=declare.output_std)
+    downs = [replace(down, shards=(Shard(0, "ep"), Shard(2, "etp")), is_expert=True)]
+    # Every rank of etp has the bias after the experts, and its full gradient.
+    downs += [replace(spec, shards=(Shard(0, "ep"),), is_expert=True) for spec in bias(num_experts, hidden)]
     experts = (*_nest("experts.up", ups), *_nest("experts.down", downs))
     experts = (*_nest("experts.gate", ups), *experts) if shape.is_gated else experts
-    specs = (*_nest("router", routers), *_grouped("experts", experts))
+    specs = (*_nest("router", router), *_grouped("experts", experts))
     if moe_config.shared_expert_intermediate_size is None:
         return specs
     specs += _nest("shared", mlp(declare, moe_config.shared_expert_intermediate_size))

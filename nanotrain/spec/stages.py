@@ -4,9 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from nanotrain.errors import TopologyError
-from nanotrain.quantities import count_of
-
 
 @dataclass(frozen=True)
 class StageSpec:
@@ -46,12 +43,9 @@ def split_layers(
         num_layers: layers of the model.
         num_stages: over all pipeline ranks.
         first: layers of the first pipeline rank, which its virtual stages share evenly; None for an equal split.
-        last: the same for the last pipeline rank. The stages of the other ranks share the rest.
+        last: the same for the last one of several pipeline ranks. The stages of the other ranks share the rest.
         stages_per_rank: virtual stage s is on rank s % (num_stages / stages_per_rank).
         counted_ends: the layers that embedding and head count as; only without `first` and `last`.
-
-    Raises:
-        TopologyError: fewer layers than stages, or `first` and `last` that leave too few or too many for the others.
 
     >>> [(stage.first_layer, stage.last_layer) for stage in split_layers(5, 2)]
     [(0, 3), (3, 5)]
@@ -67,26 +61,16 @@ def split_layers(
         shares[0] -= counted_ends[0]
         shares[-1] -= counted_ends[1]  # perhaps the same stage
         return stages_of_lengths(shares)
-    if num_layers < num_stages:
-        raise TopologyError(
-            f"{count_of(num_layers, 'layer')} cannot fill {num_stages} pipeline stages",
-            why="every stage has at least one layer",
-            fix=f"set --pipeline-model-parallel-size to at most {num_layers} or --num-layers to at least {num_stages}",
-        )
     num_ranks, ends = num_stages // stages_per_rank, [size for size in (first, last) if size is not None]
     num_between, left = (num_ranks - len(ends)) * stages_per_rank, num_layers - sum(ends)
-    if num_between < 0 or (left != 0 if num_between == 0 else left < num_between):
-        raise _misfit(num_layers, num_stages, first=first, last=last, num_between=num_between)
-    if any(size % stages_per_rank for size in ends):
-        flags = "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
-        what = f"{' and '.join(map(str, ends))} layers at the ends"
-        why = f"the {stages_per_rank} virtual stages of a rank share its layers evenly"
-        raise TopologyError(what, why=why, fix=f"set {flags} to multiples")
+    assert num_layers >= num_stages and not any(size % stages_per_rank for size in ends), (
+        "checked by the rules of layouts"
+    )
+    assert left >= num_between if num_between > 0 else left == num_between == 0, "checked by the rules of layouts"
     between = iter(even_shares(left, num_between))
-    lengths = []
+    is_end, lengths = {0: first, num_ranks - 1: last}, []
     for index in range(num_stages):
-        is_end = {0: first, num_ranks - 1: last}
-        size = is_end.get(index % num_ranks) if num_ranks > 1 or first is None else first
+        size = is_end.get(index % num_ranks)
         lengths.append(next(between) if size is None else size // stages_per_rank)
     return stages_of_lengths(lengths)
 
@@ -116,22 +100,3 @@ def even_shares(total: int, count: int) -> list[int]:
     [3, 3, 2]
     """
     return [total // count + (index < total % count) for index in range(count)]
-
-
-def _misfit(
-    num_layers: int, num_stages: int, *, first: int | None, last: int | None, num_between: int
-) -> TopologyError:
-    """The error for first and last lengths that do not fit the other `num_between` stages."""
-    flags = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
-    given = {flag: size for flag, size in flags.items() if size is not None}
-    total = sum(given.values())
-    settings = " and ".join(f"{flag} {size}" for flag, size in given.items())
-    if num_between > 0:
-        why = f"they leave {num_layers - total} for {num_between} other stages, which need at least one each"
-        fix = f"set them to at most {num_layers - num_between} together"
-    elif num_between == 0:
-        why, fix = f"they sum to {total} and there is no other stage", f"set them to {num_layers} together"
-    else:
-        why, fix = "one stage cannot have a first and a last length", "leave one of them out"
-    shares = f"{count_of(num_layers, 'layer')} into {count_of(num_stages, 'stage')}"
-    return TopologyError(f"{settings} do not split {shares}", why=why, fix=fix)

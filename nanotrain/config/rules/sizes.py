@@ -17,7 +17,7 @@ class Unreadable(Exception):
 
 
 class Values:
-    """Every field of a configuration by its unique name, and the derived values that rules read (SIZES).
+    """Every field of a configuration by its unique name, the sizes of the model, and SIZES.
 
     >>> Values(Config()).moe_router_topk, Values(Config()).cp
     (2, 1)
@@ -32,9 +32,9 @@ class Values:
             raise Unreadable(name)
         if name in SIZES:
             return SIZES[name](self)
-        if name not in ENTRIES:
-            raise AttributeError(name)
-        return value_of(self.config, ENTRIES[name].key)
+        if name in ENTRIES:
+            return value_of(self.config, ENTRIES[name].key)
+        return getattr(self.model, name)
 
     def __getitem__(self, name: str) -> Any:
         """As an attribute; what the texts of rules read."""
@@ -179,14 +179,8 @@ SIZES: dict[str, Callable[[Values], Any]] = {
     "num_balancing_losses": lambda v: len(v.moe_router_load_balancing_type),
     "num_coefficients": lambda v: len(v.moe_aux_loss_coeff),
     "has_different_losses": has_different_losses,
-    "head_dim": lambda v: v.model.head_dim,
-    "query_groups": lambda v: v.model.query_groups,
-    "has_rope": lambda v: v.model.has_rope,
-    "rotary_dim": lambda v: v.model.rotary_dim,
     "rotates_pairs": lambda v: v.rotary_dim > 0 and v.rotary_dim % 2 == 0,
     "channels_with_pairs": channels_with_pairs,
-    "ffn_size": lambda v: v.model.ffn_size,
-    "moe_ffn_size": lambda v: v.model.moe_ffn_size,
     # 0 without a tokenizer yet: checked again once its size is known (`open_inputs`)
     "vocab_rows": lambda v: 0 if v.vocab_size is None else v.model.padded_vocab_size,
     "vocab_multiple": lambda v: lcm(v.make_vocab_size_divisible_by, v.tp),

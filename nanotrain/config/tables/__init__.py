@@ -1,4 +1,4 @@
-"""Tables as YAML files: Megatron-LM's flags, names of other frameworks, contradictions, settings without effect.
+"""Tables as YAML files: Megatron-LM's flags, names of other frameworks, contradictions, settings without effect, peaks.
 
 It does not hold conversions of values: rows name functions of `config/megatron.py`.
 """
