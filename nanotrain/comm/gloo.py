@@ -40,8 +40,8 @@ def start_reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group, a
     sends: list[dist.Work] = []
     for chunk in _chunks(output.numel()):
         for source, target in _peers(group):
-            receives[chunk.start, source] = _start(dist.irecv, versions[source][chunk], source, group=group)
-            sends.append(_start(dist.isend, slices[target][chunk], target, group=group))
+            receives[chunk.start, source] = _start(dist.irecv, versions[source][chunk], peer=source, group=group)
+            sends.append(_start(dist.isend, slices[target][chunk], peer=target, group=group))
 
     def finish() -> Tensor:
         total = output.view(-1)
@@ -61,8 +61,8 @@ def start_all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> Wo
     slices, local = output.view(group.size, -1), tensor.view(-1)
     handles = []
     for source, target in _peers(group):
-        handles.append(_start(dist.irecv, slices[source], source, group=group))
-        handles.append(_start(dist.isend, local, target, group=group))
+        handles.append(_start(dist.irecv, slices[source], peer=source, group=group))
+        handles.append(_start(dist.isend, local, peer=target, group=group))
     if slices[group.index].data_ptr() != local.data_ptr():
         slices[group.index].copy_(local)
     return Work(lambda: output, op="all_gather", group=group, handles=handles, keep=[output, tensor])
@@ -97,7 +97,7 @@ def _chunks(numel: int) -> Iterator[slice]:
         yield slice(start, min(start + _CHUNK, numel))
 
 
-def _start(operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int, *, group: Group) -> dist.Work:
+def _start(operation: Callable[..., dist.Work | None], tensor: Tensor, *, peer: int, group: Group) -> dist.Work:
     """Start a send or a receive."""
     work = operation(tensor, group.ranks[peer], group=group.process_group)
     assert work is not None, "torch returns None only on a rank outside the group"
