@@ -57,15 +57,18 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def require_no_misspelled(arguments: Sequence[str]) -> None:
-    """Check that no argument is a misspelled option of torchrun.
+    """Check that no argument is a misspelled option of torchrun; misspelled training flags are found later.
 
     Raises:
         ConfigError: one is.
     """
+    known = known_flags()
     for argument in arguments:
-        if (meant := misspelled_option(argument)) is not None:
-            what, why = f"unknown flag {argument.partition('=')[0]}", "neither nanotrain nor torchrun has such a flag"
-            raise ConfigError(what, why=why, fix=f"did you mean {meant}?")
+        flag = argument.partition("=")[0]
+        is_unknown = flag.startswith("--") and flag not in known and not by_spelling(flag, known)
+        if is_unknown and (meant := by_spelling(flag, (*OPTIONS, *SWITCHES))):
+            why = "neither nanotrain nor torchrun has such a flag"
+            raise ConfigError(f"unknown flag {flag}", why=why, fix=f"did you mean {meant}?")
 
 
 def take_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -90,19 +93,6 @@ def take_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             rest.append(argument)
     return options, rest
-
-
-def misspelled_option(argument: str) -> str | None:
-    """The option of torchrun that an unknown flag probably is; None for a training flag, also a misspelled one.
-
-    >>> misspelled_option("--nproc-per-nod"), misspelled_option("--num-layer")
-    ('--nproc-per-node', None)
-    """
-    flag = argument.partition("=")[0]
-    known = known_flags()
-    if not flag.startswith("--") or flag in known or by_spelling(flag, known):
-        return None
-    return by_spelling(flag, (*OPTIONS, *SWITCHES))
 
 
 def launch(options: Sequence[str], arguments: Sequence[str], *, environment: MutableMapping[str, str]) -> int:

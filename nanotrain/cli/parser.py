@@ -5,10 +5,10 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from math import nan
+from contextlib import suppress
 from pathlib import Path
 from textwrap import TextWrapper
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from nanotrain.config.flags import known_flags, split_settings
 from nanotrain.config.megatron import row_of
@@ -21,6 +21,7 @@ OF_FOLDER = dict.fromkeys(
     "the folder without a flag",
 )
 Command = Callable[[Sequence[str]], int]
+Number = TypeVar("Number", int, float)
 
 
 def argument(*names: str, **options: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -81,41 +82,28 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}", fix=f"{self.prog} --help lists the arguments")
 
 
-def whole(what: str, *, low: int, high: int) -> Callable[[str], int]:
-    """The converter of a whole number from `low` to `high`; `what` names it in errors."""
-
-    def convert(text: str) -> int:
-        if not re.fullmatch("[0-9]{1,18}", text) or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
-        return int(text)
-
-    return convert
-
-
-def real(what: str, *, low: float = sys.float_info.min, high: float = sys.float_info.max) -> Callable[[str], float]:
+def number(kind: Callable[[str], Number], what: str, *, low: float, high: float) -> Callable[[str], Number]:
     """The converter of a number from `low` to `high`; `what` names it in errors."""
 
-    def convert(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = nan
-        if not low <= number <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
-        return number
+    def convert(text: str) -> Number:
+        with suppress(ValueError):
+            if low <= (value := kind(text)) <= high:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
 
     return convert
 
 
-count = whole("whole number of at least 1", low=1, high=10**12 - 1)
-seed = whole("whole number of at least 0 and below 10^18", low=0, high=10**18 - 1)
-port = whole("port from 0 to 65535", low=0, high=65_535)  # 0: the system chooses one
+LEAST, MOST = sys.float_info.min, sys.float_info.max
+count = number(int, "whole number of at least 1", low=1, high=10**12 - 1)
+seed = number(int, "whole number of at least 0 and below 10^18", low=0, high=10**18 - 1)
+port = number(int, "port from 0 to 65535", low=0, high=65_535)  # 0: the system chooses one
 # the groups of so many ranks are listed within two seconds
-world_size = whole("whole number of at least 1 and at most 200,000", low=1, high=200_000)
-processes = whole("whole number of at least 1 and at most 256", low=1, high=256)  # on this machine
-positive = real("number above 0")
-not_negative = real("number of at least 0", low=0.0)
-probability = real("probability: it is above 0 and at most 1", high=1.0)
+world_size = number(int, "whole number of at least 1 and at most 200,000", low=1, high=200_000)
+processes = number(int, "whole number of at least 1 and at most 256", low=1, high=256)  # on this machine
+positive = number(float, "number above 0", low=LEAST, high=MOST)
+not_negative = number(float, "number of at least 0", low=0.0, high=MOST)
+probability = number(float, "probability: it is above 0 and at most 1", low=LEAST, high=1.0)
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:

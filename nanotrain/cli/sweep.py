@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanotrain.cli.launch import check_names, split_arguments
 from nanotrain.cli.parser import CommandParser
@@ -28,6 +29,9 @@ from nanotrain.config.rules.check import validate_for_world
 from nanotrain.config.schema import nest, to_dict
 from nanotrain.errors import ConfigError, NanotrainError
 from nanotrain.system import handling_signals
+
+if TYPE_CHECKING:
+    from nanotrain.report.history import RunHistory
 
 MAX_TRIALS = 1000
 MAX_NAME = 200  # bytes of a folder name; file systems take 255
@@ -90,16 +94,15 @@ def plan_trials(axes: Sequence[str]) -> list[Trial]:
     combinations = list(itertools.islice(itertools.product(*by_name.values()), MAX_TRIALS + 1))
     if len(combinations) > MAX_TRIALS:
         raise ConfigError(f"a sweep of more than {MAX_TRIALS:,} runs", why="every combination is run", fix="sweep less")
-    trials = []
+    trials: dict[str, Trial] = {}
     for chosen in combinations:
         pairs = list(zip(by_name, chosen, strict=True))
         label = ",".join(f"{name.rpartition('.')[2].lstrip('-+')}={value}" for name, value in pairs)
         name = re.sub(r"[^\w.+=,-]", "_", label)[:MAX_NAME]
-        trials.append(Trial(name, tuple(setting(name, value) for name, value in pairs)))
-    same = next((one.name for one, other in itertools.combinations(trials, 2) if one.name == other.name), None)
-    if same is not None:
-        raise ConfigError(f"two runs of the sweep would be in a folder {same}", fix="give each value once")
-    return trials
+        if name in trials:
+            raise ConfigError(f"two runs of the sweep would be in a folder {name}", fix="give each value once")
+        trials[name] = Trial(name, tuple(setting(name, value) for name, value in pairs))
+    return list(trials.values())
 
 
 def split_axis(axis: str) -> tuple[str, list[str]]:
@@ -157,25 +160,30 @@ def check_trials(trials: Sequence[Trial], *, shared: Sequence[str], options: Seq
         except NanotrainError as error:
             raise ConfigError(f"run {trial.name}: {error}") from None
         run_dir = str(loaded.config.train.run_dir)
-        named = run_dir if "train.run_dir" in loaded.explicit else f"{run_dir}-sweep"
-        base = placed[0].folder.parent if placed else Path(named)
-        folder = base / trial.name
-        if (folder / "config.yaml").is_file():
-            _check_same_run(folder, loaded)
+        base = Path(run_dir if "train.run_dir" in loaded.explicit else f"{run_dir}-sweep")
+        folder = (placed[0].folder.parent if placed else base) / trial.name
+        if run := _run_of(folder):
+            _check_same_run(run, loaded)
         placed.append(replace(trial, folder=folder, train_iters=loaded.config.train.train_iters))
     return placed
 
 
-def _check_same_run(folder: Path, loaded: Loaded) -> None:
-    """Refuse a run folder that was trained with other values of the settings that a command line gives."""
+def _run_of(folder: Path) -> "RunHistory | None":
+    """The run of a trial; None before it was started."""
     from nanotrain.report.history import RunHistory
+
+    return RunHistory.read(folder) if (folder / "config.yaml").is_file() else None
+
+
+def _check_same_run(run: "RunHistory", loaded: Loaded) -> None:
+    """Refuse a run folder that was trained with other values of the settings that a command line gives."""
     from nanotrain.train.resume.restore import changed_settings
 
-    saved, given = nest(RunHistory.read(folder).config), to_dict(loaded.config)
+    saved, given = nest(run.config), to_dict(loaded.config)
     changed = [each for each in changed_settings(saved, given) if each.split()[0] in loaded.explicit]
     if changed:
         why, fix = f"it was trained with others: {', '.join(changed)}", "choose another --run-dir, or remove the folder"
-        raise ConfigError(f"run folder {folder} is not of these settings", why=why, fix=fix)
+        raise ConfigError(f"run folder {run.folder} is not of these settings", why=why, fix=fix)
 
 
 def run_trials(trials: Sequence[Trial], command: Sequence[str], *, shared: Sequence[str], is_local: bool) -> int:
@@ -206,7 +214,8 @@ def run_trials(trials: Sequence[Trial], command: Sequence[str], *, shared: Seque
             if stops:
                 break
             progress = f"run {number} of {len(trials)}: {trial.name}"
-            if is_local and _is_finished(trial):
+            before = _run_of(trial.folder) if is_local else None
+            if before is not None and before.last_step >= trial.train_iters:
                 print(f"{progress} has finished before", flush=True)
                 continue
             print(progress, flush=True)
@@ -231,21 +240,12 @@ def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
         raise ConfigError(f"{command[0]} cannot be started", why=error.strerror or str(error), fix=fix) from None
 
 
-def _is_finished(trial: Trial) -> bool:
-    from nanotrain.report.history import RunHistory
-
-    is_there = (trial.folder / "config.yaml").is_file()
-    return is_there and RunHistory.read(trial.folder).last_step >= trial.train_iters
-
-
 def _list(trials: Sequence[Trial]) -> None:
     """The runs there are, the lowest validation or training loss first."""
-    from nanotrain.report.history import RunHistory
     from nanotrain.report.terminal import list_runs, terminal
 
-    runs = [RunHistory.read(trial.folder) for trial in trials if (trial.folder / "config.yaml").is_file()]
-    losses = [run.last("valid_loss") or run.last("loss") or float("inf") for run in runs]
-    ranked = [run for _, run in sorted(zip(losses, runs, strict=True), key=lambda pair: pair[0])]
+    runs = [run for trial in trials if (run := _run_of(trial.folder))]
+    ranked = sorted(runs, key=lambda run: run.last("valid_loss") or run.last("loss") or float("inf"))
     list_runs(ranked, console=terminal())
     if len(ranked) > 1:
         print(f"nanotrain compare {shlex.join(str(run.folder) for run in ranked[:2])}")

@@ -145,21 +145,14 @@ def _run_tasks(args: Namespace, loaded: Loaded) -> int:
     device = str(pick_device(loaded.config.train.device.value, local_rank=0))
     batch_size = loaded.config.train.micro_batch_size if "train.micro_batch_size" in loaded.explicit else 8
     model = NanotrainLM(str(args.path), tokenizer=args.tokenizer, ema=args.ema, device=device, batch_size=batch_size)
-    found = evaluate_tasks(
-        model,
-        args.tasks.split(","),
-        include_path=args.include_path,
-        num_fewshot=args.num_fewshot,
-        limit=args.max_samples,
-    )
+    options = {"include_path": args.include_path, "num_fewshot": args.num_fewshot, "limit": args.max_samples}
+    results = evaluate_tasks(model, args.tasks.split(","), **options)
     if args.json:
-        print(json.dumps(found, default=str))
+        print(json.dumps(results, default=str))
         return 0
-    for task, metrics in found.items():
-        numbers = [
-            f"{name.removesuffix(',none')} {value:.4f}" for name, value in metrics.items() if isinstance(value, float)
-        ]
-        print(f"{task}: {', '.join(numbers)}")
+    for task, metrics in results.items():
+        numbers = {name.removesuffix(",none"): value for name, value in metrics.items() if isinstance(value, float)}
+        print(f"{task}: {', '.join(f'{name} {value:.4f}' for name, value in numbers.items())}")
     return 0
 
 
@@ -205,13 +198,11 @@ def evaluation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
     of_layout = {key for key in loaded.explicit if key.startswith("parallel.")} - OF_TRAINING
     loaded.require_only(of_layout.union(EVALUATED), what="an evaluation", why=why)
     given, parallel = loaded.config, loaded.config.parallel
-    set_length = "data.seq_length" in loaded.explicit
-    masks = {name: getattr(trained.data, name) for name in ("reset_position_ids", "reset_attention_mask")}
+    of_run = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     data = DataConfig(
-        seq_length=given.data.seq_length if set_length else trained.data.seq_length,
-        eod_mask_loss=trained.data.eod_mask_loss,
+        seq_length=(given if "data.seq_length" in loaded.explicit else trained).data.seq_length,
         num_workers=0,
-        **masks,
+        **{name: getattr(trained.data, name) for name in of_run},
     )
     num_microbatches = MICROBATCHES_PER_STAGE * parallel.pipeline_model_parallel_size
     dp = parallel.data_parallel_size(world_size)
@@ -304,11 +295,8 @@ def generation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
     why = "the model's own configuration gives everything but the sizes of tensor and expert parallelism"
     loaded.require_only(GENERATED, what="generation", why=why)
     parallel = loaded.config.parallel
-    pp, cp, tp = (
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.tensor_model_parallel_size,
-    )
+    pp, cp = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
+    tp = parallel.tensor_model_parallel_size
     if pp > 1 or cp > 1:
         raise ConfigError(
             f"generation cannot run with pp={pp} and cp={cp}",
@@ -324,8 +312,8 @@ def generation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
         raise TopologyError(
             f"generation on {count_of(world_size, 'rank')} with tp={tp} and ep={parallel.expert_model_parallel_size}",
             why=f"the shards of one model are on {count_of(ranks, 'rank')}, and there is one replica",
-            fix=f"start {ranks} (nanotrain generate --nproc-per-node {ranks} ...)"
-            + (f" or set --tensor-model-parallel-size {world_size}" if world_size > 1 else " or leave the sizes out"),
+            fix=f"set --tensor-model-parallel-size {world_size}, or start {ranks}: "
+            f"nanotrain generate --nproc-per-node {ranks} ...",
         )
     validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)
     return config
