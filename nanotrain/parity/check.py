@@ -292,17 +292,6 @@ def _are_read_once(records: Sequence[Record], config: Config) -> bool:
     return batches == [list(range(first, end)) for first, end in pairwise(ends)]
 
 
-@dataclass(frozen=True)
-class _Task:
-    """What every rank runs."""
-
-    topology: Topology
-    folder: Path  # of the rendezvous, and of one file per rank: its result or its error
-    timeout_s: float
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-
-
 def run_local_ranks(
     topology: Topology, function: Callable[..., Any], *, arguments: Sequence[Any] = (), timeout_s: float = 300.0
 ) -> list[Any]:
@@ -328,39 +317,42 @@ def run_local_ranks(
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", function.__module__])
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # names each rank that it ends
     with TemporaryDirectory(prefix="nanotrain-ranks-") as folder:
-        task = _Task(topology, Path(folder), timeout_s, function, tuple(arguments))
+        path, num_ranks = Path(folder), topology.world_size  # one file per rank: its result or its error
+        task = (path, topology, timeout_s, function, *arguments)
         try:
-            start_processes(_run_rank, (task,), topology.world_size, daemon=True, start_method="forkserver")
+            start_processes(_run_rank, task, num_ranks, daemon=True, start_method="forkserver")
         except ProcessRaisedException as error:
             raise RuntimeError(f"rank {error.error_index}: {str(error).partition(':')[2].strip()}") from None
         except ProcessExitedException as error:
             if error.exit_code == REFUSED:
-                raise _read(task, error.error_index) from None
+                raise _read(path / str(error.error_index)) from None
             why, fix = "usually the machine ran out of memory", "run on fewer ranks or free memory"
             raise EnvironmentFault(f"rank {error.error_index} died", why=why, fix=fix) from None
-        return [_read(task, rank) for rank in range(topology.world_size)]
+        return [_read(path / str(rank)) for rank in range(num_ranks)]
 
 
-def _read(task: _Task, rank: int) -> Any:
+def _read(path: Path) -> Any:
     """What a rank has written."""
-    return pickle.loads((task.folder / str(rank)).read_bytes())
+    return pickle.loads(path.read_bytes())
 
 
-def _run_rank(rank: int, task: _Task) -> None:
+def _run_rank(
+    rank: int, folder: Path, topology: Topology, timeout_s: float, function: Callable[..., Any], *arguments: Any
+) -> None:
     """Run one rank in this process, write its result or its error, and exit."""
     torch.set_num_threads(1)
     start_logging(is_first=rank == 0, level=logging.ERROR)
     try:
-        size, timeout = task.topology.world_size, timedelta(seconds=task.timeout_s)
+        size, timeout = topology.world_size, timedelta(seconds=timeout_s)
         if size > 1:
-            url = f"file://{task.folder / 'rendezvous'}"
+            url = f"file://{folder / 'rendezvous'}"
             dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size, timeout=timeout)
-        context = ParallelContext.attach(task.topology, timeout_s=task.timeout_s)
-        result, code = task.function(context, *task.arguments), 0
+        context = ParallelContext.attach(topology, timeout_s=timeout_s)
+        result, code = function(context, *arguments), 0
         barrier(context.control)  # no rank exits while another one still reads from it
     except NanotrainError as error:
         result, code = error, REFUSED
         if isinstance(error, EnvironmentFault):
             time.sleep(SECOND_FAILURE_S)
-    (task.folder / str(rank)).write_bytes(pickle.dumps(result))
+    (folder / str(rank)).write_bytes(pickle.dumps(result))
     os._exit(code)  # skip the teardown of the interpreter and of gloo, which takes longer than most checks

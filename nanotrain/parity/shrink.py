@@ -16,8 +16,9 @@ Every rule is a pure function of the configuration, so a report can be reproduce
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import lcm
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanotrain.config.config import (
     CheckpointConfig,
@@ -34,7 +35,7 @@ from nanotrain.config.config import (
     PrecisionConfig,
     TrainConfig,
 )
-from nanotrain.config.notation import read_pattern, read_pipeline_layout, write_pattern, write_pipeline_layout
+from nanotrain.config.notation import read_pipeline_layout, write_pipeline_layout
 from nanotrain.config.schema import KEYS, flat_values
 from nanotrain.quantities import round_up
 
@@ -80,25 +81,19 @@ def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
     if config.train.step_seq_length_schedule:
         seq_unit *= 2  # half of it is a length too
     seq_length = round_up(MIN_SEQ_LENGTH, seq_unit)
-    data, lengths = config.data, shrink_layers(config.model.num_layers, config.parallel)
+    num_layers, parallel = shrink_layers(config.model.num_layers, config.parallel)
     return Config(
-        model=shrink_model(config, seq_length),
-        parallel=replace(
-            config.parallel,
-            ddp_bucket_size=BUCKET_SIZE,
-            decoder_first_pipeline_num_layers=lengths.first,
-            decoder_last_pipeline_num_layers=lengths.last,
-            pipeline_model_parallel_layout=lengths.layout,
-        ),
-        memory=shrink_memory(config.memory, config.parallel, num_layers=lengths.num_layers),
+        model=shrink_model(config, seq_length, num_layers=num_layers),
+        parallel=replace(parallel, ddp_bucket_size=BUCKET_SIZE),
+        memory=shrink_memory(config.memory, config.parallel, num_layers=num_layers),
         precision=PrecisionConfig(),
         optim=shrink_optim(config.optim),
         data=DataConfig(
             seq_length=seq_length,
             num_workers=0,
-            reset_position_ids=data.reset_position_ids,
-            reset_attention_mask=data.reset_attention_mask,
-            eod_mask_loss=data.eod_mask_loss,
+            reset_position_ids=config.data.reset_position_ids,
+            reset_attention_mask=config.data.reset_attention_mask,
+            eod_mask_loss=config.data.eod_mask_loss,
         ),
         checkpoint=CheckpointConfig(save=False),
         train=TrainConfig(
@@ -144,30 +139,21 @@ def shrink_memory(memory: MemoryConfig, parallel: ParallelConfig, *, num_layers:
     )
 
 
-def uses_adam(optim: OptimConfig) -> bool:
-    """Whether some parameters are updated by AdamW."""
-    return "adam" in (optim.optimizer, optim.muon_scalar_optimizer if optim.optimizer == "muon" else "")
-
-
 def shrink_optim(optim: OptimConfig) -> OptimConfig:
     """The update rule with a constant learning rate, without clipping, and in fp32."""
-    schedule = {name: getattr(OptimConfig(), name) for name in SCHEDULE_FIELDS}
-    return replace(
-        optim,
-        **schedule,
-        lr=LEARNING_RATE,
-        lr_decay_style="constant",
-        decoupled_lr=None if optim.decoupled_lr is None else LEARNING_RATE * optim.decoupled_lr / optim.lr,
-        clip_grad=0.0,
-        qk_clip_threshold=min(optim.qk_clip_threshold, MAX_ATTENTION_LOGIT)
-        if optim.qk_clip
-        else OptimConfig().qk_clip_threshold,
-        adam_eps=max(optim.adam_eps, MIN_ADAM_EPS) if uses_adam(optim) else optim.adam_eps,
-        optimizer_cpu_offload=False,
-        optimizer_offload_fraction=1.0,
-        # in bf16 a last bit of a gradient may change an update by some percent
-        muon_fp32_matmul_prec=MatmulPrecision.highest if optim.optimizer == "muon" else optim.muon_fp32_matmul_prec,
-    )
+    reset = (*SCHEDULE_FIELDS, "optimizer_cpu_offload", "optimizer_offload_fraction")
+    fields = {name: getattr(OptimConfig(), name) for name in reset}
+    fields |= {"lr": LEARNING_RATE, "lr_decay_style": "constant", "clip_grad": 0.0}
+    if optim.decoupled_lr is not None:
+        fields["decoupled_lr"] = LEARNING_RATE * optim.decoupled_lr / optim.lr
+    if optim.qk_clip:
+        fields["qk_clip_threshold"] = min(optim.qk_clip_threshold, MAX_ATTENTION_LOGIT)
+    is_muon = optim.optimizer == "muon"
+    if (optim.muon_scalar_optimizer if is_muon else optim.optimizer) == "adam":
+        fields["adam_eps"] = max(optim.adam_eps, MIN_ADAM_EPS)
+    if is_muon:  # in bf16 a last bit of a gradient may change an update by some percent
+        fields["muon_fp32_matmul_prec"] = MatmulPrecision.highest
+    return replace(optim, **fields)
 
 
 def on_one_rank(config: Config) -> Config:
@@ -190,19 +176,20 @@ def left_out(config: Config) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def shrink_model(config: Config, seq_length: int) -> ModelConfig:
-    """Shrink the model section; `seq_length` is that of the small model."""
+def shrink_model(config: Config, seq_length: int, *, num_layers: int) -> ModelConfig:
+    """Shrink the model section to a sequence length and a number of layers."""
     model_config, parallel = config.model, config.parallel
-    num_layers = shrink_layers(model_config.num_layers, parallel).num_layers
     has_longer_positions = model_config.max_position_embeddings > config.data.seq_length
     multiple, tp = model_config.make_vocab_size_divisible_by, parallel.tensor_model_parallel_size
+    pattern = partial(shrink_pattern, num_layers=num_layers)
     sizes = shrink_attention(model_config, parallel)
     sizes["init_method_std"] = sizes["hidden_size"] ** -0.5
     small = replace(
         model_config,
         num_layers=num_layers,
         window_size=None if model_config.window_size is None else min(model_config.window_size, seq_length // 3),
-        window_attn_skip_freq=shrink_windows(model_config, num_layers),
+        window_attn_skip_freq=pattern(model_config.window_attn_skip_freq, model_config.window_layers),
+        no_rope_freq=pattern(model_config.no_rope_freq, model_config.no_rope_layers),
         max_position_embeddings=seq_length + 8 * has_longer_positions,
         vocab_size=VOCAB_SIZE,
         make_vocab_size_divisible_by=multiple if multiple <= 128 and multiple % tp == 0 else lcm(16, tp),
@@ -214,32 +201,24 @@ def shrink_model(config: Config, seq_length: int) -> ModelConfig:
         small = replace(small, ffn_hidden_size=_width(2 * small.hidden_size, ranks=ranks))
     if moe is None:
         return small
-    pattern = shrink_pattern(moe.layer_freq, model_config.moe_layers, num_layers=num_layers)
-    return replace(small, moe=shrink_experts(replace(moe, layer_freq=pattern), parallel, ffn_size=small.hidden_size))
+    moe = replace(moe, layer_freq=pattern(moe.layer_freq, model_config.moe_layers))
+    return replace(small, moe=shrink_experts(moe, parallel, ffn_size=small.hidden_size))
 
 
-class Lengths(NamedTuple):
-    """Layers of a small model, of its first and last stage and of all stages if set."""
-
-    num_layers: int
-    first: int | None = None
-    last: int | None = None
-    layout: str | None = None
-
-
-def shrink_layers(num_layers: int, parallel: ParallelConfig) -> Lengths:
+def shrink_layers(num_layers: int, parallel: ParallelConfig) -> tuple[int, ParallelConfig]:
     """Two layers per stage, plus one if they were uneven; stages of a set length keep up to 3.
 
-    >>> shrink_layers(80, ParallelConfig(pipeline_model_parallel_size=4))
-    Lengths(num_layers=8, first=None, last=None, layout=None)
-    >>> shrink_layers(61, ParallelConfig(pipeline_model_parallel_size=4, decoder_first_pipeline_num_layers=7))
-    Lengths(num_layers=9, first=3, last=None, layout=None)
+    >>> shrink_layers(80, ParallelConfig(pipeline_model_parallel_size=4))[0]
+    8
+    >>> small = shrink_layers(61, ParallelConfig(pipeline_model_parallel_size=4, decoder_first_pipeline_num_layers=7))
+    >>> small[0], small[1].decoder_first_pipeline_num_layers
+    (9, 3)
     """
     if parallel.pipeline_model_parallel_layout is not None:
         lengths = read_pipeline_layout(parallel.pipeline_model_parallel_layout)
         outer = (0, len(lengths) - 1)  # others have none where Megatron-LM would run multi-token prediction
         small = [min(length, 3) or int(index not in outer) for index, length in enumerate(lengths)]
-        return Lengths(sum(small), layout=write_pipeline_layout(small))
+        return sum(small), replace(parallel, pipeline_model_parallel_layout=write_pipeline_layout(small))
     ends = (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers)
     virtual = parallel.num_virtual_stages_per_pipeline_rank  # they share the layers of their rank evenly
     first, last = (None if size is None else virtual * min(size // virtual, 3) for size in ends)
@@ -248,7 +227,8 @@ def shrink_layers(num_layers: int, parallel: ParallelConfig) -> Lengths:
     middle = min(left, 2 * between + (left % between > 0)) if between else 0
     if counted := sum(parallel.counted_ends):
         middle = 2 * between - counted  # even again with what the ends count as
-    return Lengths(middle + (first or 0) + (last or 0), first, last)
+    parallel = replace(parallel, decoder_first_pipeline_num_layers=first, decoder_last_pipeline_num_layers=last)
+    return middle + (first or 0) + (last or 0), parallel
 
 
 def shrink_attention(model_config: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
@@ -301,33 +281,20 @@ def shrink_experts(moe: MoEConfig, parallel: ParallelConfig, *, ffn_size: int) -
     )
 
 
-def shrink_pattern(pattern: str, full: tuple[bool, ...], *, num_layers: int) -> str:
-    """The MoE pattern of fewer layers: evenly sampled from the full one, with both kinds of layers if it has both.
+def shrink_pattern(text: str, full: tuple[bool, ...], *, num_layers: int) -> str:
+    """The pattern of fewer layers: evenly sampled from the full one, with both kinds of layers if it has both.
 
     >>> shrink_pattern("[0]*3+[1]*58", (False,) * 3 + (True,) * 58, num_layers=4)
-    '[0]+[1]*3'
+    '[0, 1, 1, 1]'
     >>> shrink_pattern("[0]+[1]*59+[0]", (False, *(True,) * 59, False), num_layers=4)
-    '[0]+[1]*3'
+    '[0, 1, 1, 1]'
     """
-    if isinstance(read_pattern(pattern), int):
-        return pattern
+    if "[" not in text:  # a frequency
+        return text
     small = [full[layer * len(full) // num_layers] for layer in range(num_layers)]
     for kind in set(full) - set(small):
         small[full.index(kind) * num_layers // len(full)] = kind
-    return write_pattern(tuple(small))
-
-
-def shrink_windows(model_config: ModelConfig, num_layers: int) -> str:
-    """The pattern of windows of fewer layers, evenly sampled.
-
-    >>> shrink_windows(ModelConfig(num_layers=12, window_size=8, window_attn_skip_freq="[1]*9+[0]*3"), 4)
-    '[1]*3+[0]'
-    """
-    text, full = model_config.window_attn_skip_freq, model_config.window_layers
-    if "[" not in text or not any(full):
-        return text
-    small = tuple(full[layer * len(full) // num_layers] for layer in range(num_layers))
-    return "0" if all(small) else write_pattern(small)
+    return str(list(map(int, small)))
 
 
 def _first(unit: int, *, least: int, most: int, fits: Callable[[int], bool] = lambda count: True) -> int:
