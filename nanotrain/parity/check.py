@@ -318,9 +318,10 @@ def run_local_ranks(
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # names each rank that it ends
     with TemporaryDirectory(prefix="nanotrain-ranks-") as folder:
         path, num_ranks = Path(folder), topology.world_size  # one file per rank: its result or its error
-        task = (path, topology, timeout_s, function, *arguments)
+        call = {"function": function, "arguments": list(arguments)}
+        task = partial(_run_rank, folder=path, topology=topology, timeout_s=timeout_s, **call)
         try:
-            start_processes(_run_rank, task, num_ranks, daemon=True, start_method="forkserver")
+            start_processes(task, (), num_ranks, daemon=True, start_method="forkserver")
         except ProcessRaisedException as error:
             raise RuntimeError(f"rank {error.error_index}: {str(error).partition(':')[2].strip()}") from None
         except ProcessExitedException as error:
@@ -337,7 +338,7 @@ def _read(path: Path) -> Any:
 
 
 def _run_rank(
-    rank: int, folder: Path, topology: Topology, timeout_s: float, function: Callable[..., Any], *arguments: Any
+    rank: int, *, folder: Path, topology: Topology, timeout_s: float, function: Callable[..., Any], arguments: list[Any]
 ) -> None:
     """Run one rank in this process, write its result or its error, and exit."""
     torch.set_num_threads(1)
