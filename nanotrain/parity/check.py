@@ -318,8 +318,8 @@ def run_local_ranks(
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # names each rank that it ends
     with TemporaryDirectory(prefix="nanotrain-ranks-") as folder:
         path, num_ranks = Path(folder), topology.world_size  # one file per rank: its result or its error
-        call = {"function": function, "arguments": list(arguments)}
-        task = partial(_run_rank, folder=path, topology=topology, timeout_s=timeout_s, **call)
+        task = partial(_run_rank, folder=path, topology=topology, timeout_s=timeout_s)
+        task = partial(task, function=function, arguments=list(arguments))
         try:
             start_processes(task, (), num_ranks, daemon=True, start_method="forkserver")
         except ProcessRaisedException as error:
