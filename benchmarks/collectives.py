@@ -27,7 +27,7 @@ import torch.distributed as dist
 from nanotrain.comm.collectives import all_gather_into, barrier, start_reduce_scatter_into
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import ParallelConfig
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.topology.topology import Topology
 
 MIB = 1 << 20

@@ -41,15 +41,9 @@ import torch.distributed as dist
 from throughput import Contender, Job, launch, sharding
 
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import (
-    Activation,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    PositionEmbedding,
-    PrecisionConfig,
-    ShardingStrategy,
-)
+from nanotrain.config.config import OptimConfig, PrecisionConfig
+from nanotrain.config.model import ModelConfig
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.data.batch import Batch
 from nanotrain.model.context import BatchContext
 from nanotrain.model.parameters import initialize
@@ -71,8 +65,8 @@ MODEL = ModelConfig(
     ffn_hidden_size=677,
     vocab_size=1999,
     max_position_embeddings=64,
-    position_embedding_type=PositionEmbedding.learned_absolute,
-    activation=Activation.swiglu,
+    position_embedding_type="learned_absolute",
+    activation="swiglu",
     add_bias_linear=True,
 )
 BUCKET_SIZE = 300_000
@@ -288,7 +282,7 @@ def run_rank() -> None:
         dist.init_process_group("gloo")
     for case in cases_of(world_size):
         config = ParallelConfig(
-            data_parallel_sharding_strategy=ShardingStrategy(case.strategy), num_distributed_optimizer_instances=case.n
+            data_parallel_sharding_strategy=case.strategy, num_distributed_optimizer_instances=case.n
         )
         context = ParallelContext.attach(Topology.of(config, world_size))
         row = measure(context, case)

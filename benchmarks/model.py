@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from baselines import SHAPES, Llama, Shape, autocast_on, batches
 from torch import Tensor, nn
 
-from nanotrain.config.config import ModelConfig
+from nanotrain.config.model import ModelConfig
 from nanotrain.data.batch import Batch
 from nanotrain.model.context import BatchContext
 from nanotrain.model.parameters import initialize

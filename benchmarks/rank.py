@@ -113,7 +113,7 @@ def main() -> None:
     opened = [open_inputs(load(arguments)) for arguments in commands]
     plans = [(plan_run(config, world_size, rank=rank), inputs) for config, inputs in opened]
     first, inputs = plans[0]
-    with ParallelContext.start(first.topology, device=first.config.train.device.value) as context:
+    with ParallelContext.start(first.topology, device=first.config.train.device) as context:
         train(first, inputs, context)
         for plan, inputs in plans[1:]:
             with attached(plan.topology) as another:

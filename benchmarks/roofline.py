@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # where a test loads this file b
 from operator_count import OperatorCount, on_meta
 
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import ParallelConfig
 from nanotrain.config.load import load
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.data.batch import Batch
 from nanotrain.errors import NanotrainError, report
 from nanotrain.memory.block_transforms import transform_blocks
@@ -145,7 +145,7 @@ def budget_of(plan: Plan, card: Card, *, has_triton: bool = True) -> Budget:
         has_triton: count the Triton kernels of the loss, products that write weight gradients and joined projections,
             not their torch forms.
     """
-    budget = Budget(card, plan.config.precision.params_dtype.value)
+    budget = Budget(card, plan.config.precision.params_dtype)
     with _model_parallel(plan) as parallel:
         for stage in plan.stages:
             _count_microbatches(plan, stage, budget, parallel=parallel, has_triton=has_triton)

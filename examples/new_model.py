@@ -9,7 +9,7 @@ first, which only attention can predict.
 
 import torch
 
-from nanotrain.config.config import Activation, ModelConfig, Normalization, PositionEmbedding
+from nanotrain.config.model import ModelConfig
 from nanotrain.data.batch import Batch
 from nanotrain.inference.generate import Sampling, generate
 from nanotrain.model.context import BatchContext
@@ -25,9 +25,9 @@ MODEL = ModelConfig(
     num_query_groups=2,
     max_position_embeddings=64,
     vocab_size=30,
-    position_embedding_type=PositionEmbedding.rope,
-    normalization=Normalization.LayerNorm,
-    activation=Activation.swiglu,
+    position_embedding_type="rope",
+    normalization="LayerNorm",
+    activation="swiglu",
     qk_layernorm=True,
     init_method_std=0.1,
 )

@@ -9,7 +9,8 @@ import argparse
 from dataclasses import dataclass, replace
 from itertools import product
 
-from nanotrain.config.config import ModelConfig, ParallelConfig, ShardingStrategy
+from nanotrain.config.model import ModelConfig
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.errors import TopologyError
 from nanotrain.spec.counts import num_parameters
 from nanotrain.spec.shape import ModelShape
@@ -46,7 +47,7 @@ def plan(model: ModelConfig, *, world_size: int, node: int, tp: int, pp: int) ->
     Raises:
         TopologyError: the sizes do not divide the world, or there are fewer layers than stages.
     """
-    zero1 = ParallelConfig(data_parallel_sharding_strategy=ShardingStrategy.optim)
+    zero1 = ParallelConfig(data_parallel_sharding_strategy="optim")
     parallel = replace(zero1, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     topology = Topology.of(parallel, world_size)
     longest_stage = max(len(stage.layers) for stage in split_layers(model.num_layers, pp))

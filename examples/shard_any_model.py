@@ -16,9 +16,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from nanotrain import ParallelContext, ShardedModule, Topology
 from nanotrain.comm.collectives import all_gather_object
-from nanotrain.config.config import OptimConfig, ParallelConfig, ShardingStrategy
+from nanotrain.config.config import OptimConfig
+from nanotrain.config.parallel import ParallelConfig
 
-PARALLEL = ParallelConfig(data_parallel_sharding_strategy=ShardingStrategy.optim_grads_params)
+PARALLEL = ParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
 
 
 def build(context: ParallelContext) -> ShardedModule:

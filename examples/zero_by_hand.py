@@ -14,7 +14,7 @@ from torch import nn
 
 from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import ParallelConfig, ShardingStrategy
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups
@@ -73,6 +73,6 @@ def train(context: ParallelContext) -> None:
 
 
 if __name__ == "__main__":
-    config = ParallelConfig(data_parallel_sharding_strategy=ShardingStrategy.optim_grads)
+    config = ParallelConfig(data_parallel_sharding_strategy="optim_grads")
     with ParallelContext.start(Topology.of(config, int(os.environ.get("WORLD_SIZE", "1"))), device="cpu") as ctx:
         train(ctx)

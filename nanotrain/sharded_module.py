@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import OptimConfig, OuterShardingStrategy, ParallelConfig, PrecisionConfig
+from nanotrain.config.config import OptimConfig, PrecisionConfig
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.errors import ConfigError
 from nanotrain.optim.distributed import DistributedOptimizer, Update
 from nanotrain.parallel.dp.data_parallel import DataParallel
@@ -69,16 +70,16 @@ class ShardedModule:
         optim, precision = optim or OptimConfig(), precision or PrecisionConfig()
         _check(module, context, parallel=parallel, optim=optim)
         self.module, self._context, self._optim = module, context, optim
-        strategy = STRATEGIES[parallel.data_parallel_sharding_strategy.value]
+        strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
         units = find_units(module, unit_classes, must_not_nest=strategy.shard_params)
-        is_outer_sharded = parallel.outer_dp_sharding_strategy is OuterShardingStrategy.optim
+        is_outer_sharded = parallel.outer_dp_sharding_strategy == "optim"
         groups = ReduceGroups(context.group("dp_shard"), context.group("dp_replicate"), shards_across=is_outer_sharded)
         values = {name: param.detach() for name, param in module.named_parameters()}
         name_of = {param: name for name, param in module.named_parameters()}  # tied parameters by their first name
         rules = layout_rules(parallel, num_shards=groups.shard.size, num_outer_shards=groups.outer.size)
         self.data_parallel = DataParallel(
             module,
-            plan_layout(_declare(module, units, unit_classes=unit_classes, dtype=precision.params_dtype.value), rules),
+            plan_layout(_declare(module, units, unit_classes=unit_classes, dtype=precision.params_dtype), rules),
             groups=groups,
             options=replace(
                 DataParallelOptions.of(parallel, precision),
@@ -251,7 +252,7 @@ def _check(module: nn.Module, context: ParallelContext, *, parallel: ParallelCon
         shown = ", ".join(f"{axis} {size}" for axis, size in wrong.items())
         why = "the parameters of an arbitrary module do not declare how these axes shard them"
         raise ConfigError(f"a sharded module with {shown}", why=why, fix="use data parallelism only, or the trainer")
-    num_shards, strategy = context.group("dp_shard").size, parallel.data_parallel_sharding_strategy.value
+    num_shards, strategy = context.group("dp_shard").size, parallel.data_parallel_sharding_strategy
     if num_shards > 1 and not STRATEGIES[strategy].shard_optim:
         raise ConfigError(
             f"{strategy} in a context whose ranks form shard groups of {num_shards}",

@@ -39,7 +39,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from nanotrain.config.config import ParallelConfig, ShardingStrategy
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.errors import EnvironmentFault
 
 SHORT_NAMES = {
@@ -151,9 +151,6 @@ def parallel_config(**options: Any) -> ParallelConfig:
     2
     """
     fields = {SHORT_NAMES.get(name, name): value for name, value in options.items()}
-    strategy = "data_parallel_sharding_strategy"
-    if strategy in fields:
-        fields[strategy] = ShardingStrategy(fields[strategy])
     return replace(ParallelConfig(), **fields)
 
 

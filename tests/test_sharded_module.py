@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import DType, OptimConfig, OuterShardingStrategy, PrecisionConfig, ShardingStrategy
+from nanotrain.config.config import OptimConfig, PrecisionConfig
 from nanotrain.errors import ConfigError
 from nanotrain.sharded_module import ShardedModule, find_units
 from tests.harness import parallel_config, run_ranks
@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "two instances": (4, {"strategy": "optim_grads_params", "instances": 2}),
     "two instances, state sharded across": (
         4,
-        {"strategy": "optim_grads", "instances": 2, "outer_dp_sharding_strategy": OuterShardingStrategy.optim},
+        {"strategy": "optim_grads", "instances": 2, "outer_dp_sharding_strategy": "optim"},
     ),
 }
 
@@ -223,7 +223,7 @@ class Aliased(Model):
 
 def keep_references(context: ParallelContext, strategy: str, dtype: str) -> None:
     model, parallel = Aliased(), parallel_config(strategy=strategy)
-    precision = PrecisionConfig(params_dtype=DType(dtype))
+    precision = PrecisionConfig(params_dtype=dtype)
     sharded = ShardedModule(model, context, parallel=parallel, unit_classes=(Block,), precision=precision)
     before = weights_of(sharded)["head.weight"]
     sharded.backward(model(tokens_of(0)))
@@ -259,7 +259,7 @@ def test_the_matrices_of_blocks_are_those_that_muon_updates() -> None:
 
 
 def refuse_tensor_parallelism(context: ParallelContext) -> None:
-    parallel = replace(parallel_config(tp=2), data_parallel_sharding_strategy=ShardingStrategy.no_shard)
+    parallel = replace(parallel_config(tp=2), data_parallel_sharding_strategy="no_shard")
     with pytest.raises(ConfigError, match="a sharded module with tp 2"):
         ShardedModule(Model(), context, parallel=parallel, unit_classes=(Block,))
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.group import Group
-from nanotrain.config.config import ModelConfig
+from nanotrain.config.model import ModelConfig
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.errors import NanotrainError

@@ -20,7 +20,7 @@ from nanotrain.attention.flex import FlexKernel
 from nanotrain.attention.sdpa import DenseKernel, LayerKernels, SdpaKernel
 from nanotrain.attention.varlen import VarlenKernel
 from nanotrain.comm.device import compute_capability
-from nanotrain.config.config import Config, SoftmaxType
+from nanotrain.config.config import Config
 from nanotrain.errors import ConfigError
 
 HALF, ALL = frozenset({"bf16", "fp16"}), frozenset({"bf16", "fp16", "fp32"})
@@ -74,7 +74,7 @@ class AttentionNeed:
         is_wanted = {
             "documents": config.data.reset_attention_mask,
             "window": has_window,
-            "sinks": model.softmax_type is not SoftmaxType.vanilla,
+            "sinks": model.softmax_type != "vanilla",
             "softcap": model.attn_logit_softcapping is not None,
             "dropout": model.attention_dropout > 0,
             "all-gather cp": cp_comm_type == "allgather",
@@ -83,7 +83,7 @@ class AttentionNeed:
         width = model.head_dim
         value_width = width if model.mla is None else model.mla.v_head_dim
         features = frozenset(name for name, wanted in is_wanted.items() if wanted)
-        return cls(config.precision.params_dtype.value, width, value_width, features)
+        return cls(config.precision.params_dtype, width, value_width, features)
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def _run_tasks(args: Namespace, loaded: Loaded) -> int:
         raise EnvironmentFault("--tasks needs lm-eval", why=f"{error.name} is not installed", fix=fix) from None
     from nanotrain.comm.device import pick_device
 
-    device = str(pick_device(loaded.config.train.device.value, local_rank=0))
+    device = str(pick_device(loaded.config.train.device, local_rank=0))
     batch_size = loaded.config.train.micro_batch_size if "train.micro_batch_size" in loaded.explicit else 8
     model = NanotrainLM(str(args.path), tokenizer=args.tokenizer, ema=args.ema, device=device, batch_size=batch_size)
     options = {"include_path": args.include_path, "num_fewshot": args.num_fewshot, "limit": args.max_samples}
@@ -173,7 +173,7 @@ def _evaluate(args: Namespace, loaded: Loaded) -> int:
     tokenizer = None if name is None else load_tokenizer(name)
     plan = plan_run(config, launch.world_size, rank=launch.rank)
     timeout_s = config.parallel.distributed_timeout_minutes * 60
-    with ParallelContext.start(plan.topology, device=config.train.device.value, timeout_s=timeout_s) as context:
+    with ParallelContext.start(plan.topology, device=config.train.device, timeout_s=timeout_s) as context:
         result = evaluate_model(
             model, args.data, plan=plan, context=context, tokenizer=tokenizer, max_samples=args.max_samples
         )
@@ -258,8 +258,8 @@ def _generate(args: Namespace, loaded: Loaded) -> int:
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     # Bytes of an argument that are not of the locale's encoding are lone surrogates, which no tokenizer encodes.
     prompts = [text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for text in args.prompt or [""]]
-    with ParallelContext.start(topology, device=config.train.device.value, timeout_s=timeout_s) as context:
-        dtype = config.precision.params_dtype.value
+    with ParallelContext.start(topology, device=config.train.device, timeout_s=timeout_s) as context:
+        dtype = config.precision.params_dtype
         checkpoint = checkpoint.with_model(config.model)
         model = load_model(checkpoint, tokenizer=args.tokenizer, context=context, dtype=dtype)
         options = {"sampling": sampling, "stops": args.stop, "use_cache": not args.no_cache}

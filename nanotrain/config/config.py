@@ -1,112 +1,31 @@
-"""The configuration: one frozen dataclass per section, with strings, numbers and enums only.
+"""The configuration: one frozen dataclass per section, with strings and numbers only.
 
 A field's flag is `--` and its name in kebab case; fields of `model.moe` have the prefix `--moe-`. Flags are unique over
 all sections. `rules/` holds the rules that span several fields, `load.py` fills the sections.
 """
 
 from dataclasses import dataclass
-from enum import Enum
+from typing import Literal
 
 from nanotrain.config.model import (
-    Activation,
-    LoadBalancing,
-    MLAConfig,
     ModelConfig,
-    MoEConfig,
-    MTPConfig,
-    Normalization,
-    NormPlacement,
-    PositionEmbedding,
-    RouterScore,
-    SoftmaxType,
-    YarnConfig,
 )
 from nanotrain.config.option import above, at_least, between, option, section, url
 from nanotrain.config.parallel import (
     MemoryConfig,
-    OuterShardingStrategy,
     ParallelConfig,
-    RecomputeGranularity,
-    RecomputeMethod,
-    ShardingStrategy,
 )
 
-__all__ = [  # the sections that config/model.py and config/parallel.py hold
-    "Activation",
-    "LoadBalancing",
-    "MLAConfig",
-    "MTPConfig",
-    "MemoryConfig",
-    "MoEConfig",
-    "ModelConfig",
-    "NormPlacement",
-    "Normalization",
-    "OuterShardingStrategy",
-    "ParallelConfig",
-    "PositionEmbedding",
-    "RecomputeGranularity",
-    "RecomputeMethod",
-    "RouterScore",
-    "ShardingStrategy",
-    "SoftmaxType",
-    "YarnConfig",
-]
-
-
-class DType(str, Enum):
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-class MainGradsDType(str, Enum):
-    fp32 = "fp32"
-    bf16 = "bf16"
-
-
-class Fp8Format(str, Enum):
-    e4m3 = "e4m3"
-    hybrid = "hybrid"
-
-
-class AmaxAlgo(str, Enum):
-    most_recent = "most_recent"
-    max = "max"
-
-
-class WSDDecayStyle(str, Enum):
-    linear = "linear"
-    cosine = "cosine"
-    exponential = "exponential"
-    minus_sqrt = "minus_sqrt"
-
-
-class WeightDecayStyle(str, Enum):
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-
-
-class MuonScaleMode(str, Enum):
-    spectral = "spectral"
-    unit_rms_norm = "unit_rms_norm"
-    shape_scaling = "shape_scaling"
-
-
-class MuonTPMode(str, Enum):
-    distributed = "distributed"
-    blockwise = "blockwise"
-
-
-class MatmulPrecision(str, Enum):
-    medium = "medium"
-    highest = "highest"
-
-
-class DeviceKind(str, Enum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
+DType = Literal["fp32", "bf16", "fp16"]
+MainGradsDType = Literal["fp32", "bf16"]
+Fp8Format = Literal["e4m3", "hybrid"]
+AmaxAlgo = Literal["most_recent", "max"]
+WSDDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
+WeightDecayStyle = Literal["constant", "linear", "cosine"]
+MuonScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
+MuonTPMode = Literal["distributed", "blockwise"]
+MatmulPrecision = Literal["medium", "highest"]
+DeviceKind = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -117,7 +36,7 @@ class Fp8Config:
     recipe: str = option("delayed", "name of the fp8 scaling recipe, such as delayed or tensorwise")
     margin: int = option(0, "delayed: scales are lower than the amax allows by 2^margin", check=at_least(0))
     amax_history_len: int = option(1, "delayed: steps of the amax history", check=at_least(1))
-    amax_compute_algo: AmaxAlgo = option(AmaxAlgo.most_recent, "delayed: amax of the history: most_recent or max")
+    amax_compute_algo: AmaxAlgo = option("most_recent", "delayed: amax of the history: most_recent or max")
     wgrad: bool = option(True, "weight gradients in fp8; off: in params_dtype")
     param_gather: bool = option(False, "keep the weights of fp8 products in fp8 and all-gather them so; the same values")
     first_last_layers_bf16: bool = option(False, "no fp8 in the first and last layers", name="first_last_layers_bf16")
@@ -129,14 +48,14 @@ class Fp8Config:
 class PrecisionConfig:
     """Data types of parameters, gradients and optimizer state."""
 
-    params_dtype: DType = option(DType.fp32, "data type of parameters and activations: fp32, bf16 or fp16")
+    params_dtype: DType = option("fp32", "data type of parameters and activations: fp32, bf16 or fp16")
     accumulate_allreduce_grads_in_fp32: bool | None = option(None, "accumulate and reduce gradients in fp32, or in params_dtype; unset: fp32, but with grad_reduce_in_bf16 or main_grads_dtype bf16")
     grad_reduce_in_bf16: bool = option(False, "accumulate and reduce gradients of bf16 parameters in bf16")
-    main_grads_dtype: MainGradsDType = option(MainGradsDType.fp32, "data type of the reduced gradients that the optimizer reads: fp32, or bf16 with bf16 reduction")
+    main_grads_dtype: MainGradsDType = option("fp32", "data type of the reduced gradients that the optimizer reads: fp32, or bf16 with bf16 reduction")
     use_precision_aware_optimizer: bool = option(False, "allow main parameters and optimizer state in other data types than fp32")
-    main_params_dtype: DType = option(DType.fp32, "precision-aware optimizer: data type of the main parameters, which the optimizer updates")
-    exp_avg_dtype: DType = option(DType.fp32, "precision-aware optimizer: data type of first moments and momentum buffers")
-    exp_avg_sq_dtype: DType = option(DType.fp32, "precision-aware optimizer: data type of second moments")
+    main_params_dtype: DType = option("fp32", "precision-aware optimizer: data type of the main parameters, which the optimizer updates")
+    exp_avg_dtype: DType = option("fp32", "precision-aware optimizer: data type of first moments and momentum buffers")
+    exp_avg_sq_dtype: DType = option("fp32", "precision-aware optimizer: data type of second moments")
     loss_scale: float = option(0.0, "fp16: constant loss scale; 0: it adapts, from initial_loss_scale", check=at_least(0))
     initial_loss_scale: float = option(4294967296.0, "fp16: initial loss scale", check=above(0))
     min_loss_scale: float = option(1.0, "fp16: minimum loss scale", check=above(0))
@@ -153,7 +72,7 @@ class PrecisionConfig:
         """
         if self.accumulate_allreduce_grads_in_fp32 is not None:
             return self.accumulate_allreduce_grads_in_fp32
-        return not self.grad_reduce_in_bf16 and self.main_grads_dtype is MainGradsDType.fp32
+        return not self.grad_reduce_in_bf16 and self.main_grads_dtype == "fp32"
 
 
 @dataclass(frozen=True)
@@ -172,9 +91,9 @@ class OptimConfig:
     lr_warmup_init: float = option(0.0, "learning rate at the start of the warmup", check=at_least(0))
     lr_wsd_decay_iters: int | None = option(None, "WSD: length of the final decay", unit="steps", check=at_least(1))
     lr_wsd_decay_samples: int | None = option(None, "WSD: length of the final decay in samples, instead of lr_wsd_decay_iters", check=at_least(1))
-    lr_wsd_decay_style: WSDDecayStyle = option(WSDDecayStyle.exponential, "WSD: shape of the final decay: linear, cosine, exponential or minus_sqrt")
+    lr_wsd_decay_style: WSDDecayStyle = option("exponential", "WSD: shape of the final decay: linear, cosine, exponential or minus_sqrt")
     weight_decay: float = option(0.1, "decoupled weight decay; not applied to biases and 1-D parameters", check=at_least(0))
-    weight_decay_incr_style: WeightDecayStyle = option(WeightDecayStyle.constant, "how weight decay grows over the run: constant (weight_decay), linear or cosine (from start_weight_decay to end_weight_decay)")
+    weight_decay_incr_style: WeightDecayStyle = option("constant", "how weight decay grows over the run: constant (weight_decay), linear or cosine (from start_weight_decay to end_weight_decay)")
     start_weight_decay: float | None = option(None, "weight decay of the first step, with weight_decay_incr_style", check=at_least(0))
     end_weight_decay: float | None = option(None, "weight decay at the end of the run, with weight_decay_incr_style", check=at_least(0))
     adam_beta1: float = option(0.9, "decay rate of the first moment", check=between(0, 1))
@@ -186,10 +105,10 @@ class OptimConfig:
     muon_momentum: float = option(0.95, "muon: decay rate of the momentum", check=between(0, 1))
     muon_use_nesterov: bool = option(False, "muon: Nesterov momentum")
     muon_num_ns_steps: int = option(5, "muon: steps of the Newton-Schulz iteration", check=at_least(1))
-    muon_scale_mode: MuonScaleMode = option(MuonScaleMode.spectral, "muon: factor of the update by the shape of a matrix: spectral, unit_rms_norm or shape_scaling")
+    muon_scale_mode: MuonScaleMode = option("spectral", "muon: factor of the update by the shape of a matrix: spectral, unit_rms_norm or shape_scaling")
     muon_extra_scale_factor: float = option(1.0, "muon: further factor of the update; 0.2 with spectral matches the size of Adam's updates", check=above(0))
-    muon_tp_mode: MuonTPMode = option(MuonTPMode.distributed, "muon: distributed (full matrices, each at one rank) or blockwise (the block of each tensor-parallel rank alone)")
-    muon_fp32_matmul_prec: MatmulPrecision = option(MatmulPrecision.medium, "muon: precision of the Newton-Schulz iteration: medium (bf16) or highest (fp32)")
+    muon_tp_mode: MuonTPMode = option("distributed", "muon: distributed (full matrices, each at one rank) or blockwise (the block of each tensor-parallel rank alone)")
+    muon_fp32_matmul_prec: MatmulPrecision = option("medium", "muon: precision of the Newton-Schulz iteration: medium (bf16) or highest (fp32)")
     muon_scalar_optimizer: str = option("adam", "muon: name of the update rule of all other parameters: adam or lion")
     qk_clip: bool = option(False, "after every step scale down the query and key weights of heads with too large attention logits (MuonClip)")
     qk_clip_alpha: float = option(0.5, "qk_clip: power of the factor that query weights are scaled by; key weights get the rest", check=between(0, 1))
@@ -257,7 +176,7 @@ class TrainConfig:
     step_seq_length_schedule: list[str] = option([], "TOKENS:LENGTH pairs such as 0:1024 10B:4096: the sequence length from each number of tokens on, ascending to seq_length; a sample stays seq_length tokens, split into consecutive sequences of that length")
     seed: int = option(1234, "random seed", check=at_least(0, at_most=2**62))
     run_dir: str | None = option(None, "folder of the run; unset: runs/<recipe>")
-    device: DeviceKind = option(DeviceKind.auto, "auto (cuda where available), cpu or cuda")
+    device: DeviceKind = option("auto", "auto (cuda where available), cpu or cuda")
     torch_compile: bool | None = option(None, "compile every transformer block with torch.compile; unset: on GPUs, where nothing that is set forbids it")
     attention_backend: str = option("auto", "kernels of the core attention: auto, flash, fused, unfused, local or flex")
     log_interval: int = option(1, "steps between log lines", check=at_least(1))

@@ -17,8 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from nanotrain.config.config import Config, RecomputeGranularity
-from nanotrain.config.parallel import RecomputeModule
+from nanotrain.config.config import Config
 from nanotrain.config.schedules import batch_schedule, steps_of_samples
 from nanotrain.config.tables import read_table
 from nanotrain.errors import ConfigError
@@ -175,7 +174,7 @@ def rope_type(config: Config, text: str) -> dict[str, Any]:
 def no_position_embedding(config: Config, text: str) -> dict[str, Any]:
     """No values; Megatron-LM takes the flag with RoPE only."""
     if not config.model.has_rope:
-        why = f"position_embedding_type is {config.model.position_embedding_type.value}"
+        why = f"position_embedding_type is {config.model.position_embedding_type}"
         raise ConfigError("--no-position-embedding", why=why, fix="set --position-embedding-type none instead")
     return {}
 
@@ -199,11 +198,11 @@ def grad_comm_dtype(config: Config, text: str) -> dict[str, Any]:
 
 def moe_layer_recompute(config: Config, text: str) -> dict[str, Any]:
     """Selective recomputation of MoE layers, in addition to modules that are already recomputed."""
-    is_selective = config.memory.recompute_granularity is RecomputeGranularity.selective
-    modules = config.memory.recompute_modules or ([RecomputeModule.core_attn] if is_selective else [])
+    is_selective = config.memory.recompute_granularity == "selective"
+    modules = config.memory.recompute_modules or (["core_attn"] if is_selective else [])
     return {
         "recompute_granularity": "selective",
-        "recompute_modules": [*dict.fromkeys([*modules, RecomputeModule.moe])],
+        "recompute_modules": [*dict.fromkeys([*modules, "moe"])],
     }
 
 

@@ -4,62 +4,26 @@ Fields are named as in Megatron-LM where it has them; `config.py` holds the othe
 """
 
 from dataclasses import dataclass, replace
-from enum import Enum
 from math import lcm, log
-from typing import Self
+from typing import Literal, Self
 
 from nanotrain.config.notation import read_expert_pattern, read_no_rope_pattern, read_window_pattern
 from nanotrain.config.option import above, at_least, between, option, section
 from nanotrain.errors import ConfigError
 from nanotrain.quantities import round_up
 
-
-class PositionEmbedding(str, Enum):
-    learned_absolute = "learned_absolute"
-    rope = "rope"
-    yarn = "yarn"
-    none = "none"
-
-
-class Normalization(str, Enum):
-    LayerNorm = "LayerNorm"
-    RMSNorm = "RMSNorm"
+PositionEmbedding = Literal["learned_absolute", "rope", "yarn", "none"]
+Normalization = Literal["LayerNorm", "RMSNorm"]
+NormPlacement = Literal["pre", "post", "sandwich"]
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
+Activation = Literal["gelu", "gelu_tanh", "swiglu", "squared_relu", "quick_geglu", "geglu_tanh"]
 
 
-class NormPlacement(str, Enum):
-    pre = "pre"
-    post = "post"
-    sandwich = "sandwich"
+GATED = ("swiglu", "quick_geglu", "geglu_tanh")
 
 
-class SoftmaxType(str, Enum):
-    vanilla = "vanilla"
-    off_by_one = "off-by-one"
-    learnable = "learnable"
-
-
-class Activation(str, Enum):
-    gelu = "gelu"
-    gelu_tanh = "gelu_tanh"
-    swiglu = "swiglu"
-    squared_relu = "squared_relu"
-    quick_geglu = "quick_geglu"
-    geglu_tanh = "geglu_tanh"
-
-
-GATED = (Activation.swiglu, Activation.quick_geglu, Activation.geglu_tanh)
-
-
-class RouterScore(str, Enum):
-    softmax = "softmax"
-    sigmoid = "sigmoid"
-
-
-class LoadBalancing(str, Enum):
-    aux_loss = "aux_loss"
-    seq_aux_loss = "seq_aux_loss"
-    global_aux_loss = "global_aux_loss"
-    none = "none"
+RouterScore = Literal["softmax", "sigmoid"]
+LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 
 
 @dataclass(frozen=True)
@@ -83,12 +47,12 @@ class MoEConfig:
     shared_expert_intermediate_size: int | None = option(None, "inner width of the shared expert; unset: no shared expert", check=at_least(1))
     shared_expert_gate: bool = option(False, "multiply the output of the shared expert by the sigmoid of a learned projection of the token")
     router_topk: int = option(2, "experts per token", check=at_least(1))
-    router_score_function: RouterScore = option(RouterScore.softmax, "function of the router scores: softmax or sigmoid")
+    router_score_function: RouterScore = option("softmax", "function of the router scores: softmax or sigmoid")
     router_pre_softmax: bool = option(False, "softmax before the top-k selection, over all experts, instead of over the selected ones")
     router_topk_scaling_factor: float = option(1.0, "factor on the weights of the selected experts", check=above(0))
     router_num_groups: int | None = option(None, "group-limited routing: number of expert groups; unset: no groups", check=at_least(1))
     router_group_topk: int | None = option(None, "group-limited routing: groups selected per token", check=at_least(1))
-    router_load_balancing_type: list[LoadBalancing] = option([LoadBalancing.seq_aux_loss], "load-balancing losses: per microbatch, per sequence, over all ranks and the microbatches so far, or none")
+    router_load_balancing_type: list[LoadBalancing] = option(["seq_aux_loss"], "load-balancing losses: per microbatch, per sequence, over all ranks and the microbatches so far, or none")
     router_force_load_balancing: bool = option(False, "send every token to experts in turn instead of the best ones, for benchmarks")
     aux_loss_coeff: list[float] = option([0.0], "coefficients of the load-balancing losses, one for each", check=at_least(0))
     z_loss_coeff: float = option(0.0, "coefficient of the router z-loss", check=at_least(0))
@@ -149,7 +113,7 @@ class ModelConfig:
     max_position_embeddings: int = option(1024, "maximum sequence length of the model", check=at_least(1))
     vocab_size: int | None = option(None, "size of the vocabulary; unset: from the tokenizer", check=at_least(1))
     make_vocab_size_divisible_by: int = option(128, "pad the vocabulary to a multiple of this; padded logits are masked", check=at_least(1))
-    position_embedding_type: PositionEmbedding = option(PositionEmbedding.rope, "learned_absolute (GPT-2), rope (Llama, Qwen), yarn (RoPE for longer contexts) or none")
+    position_embedding_type: PositionEmbedding = option("rope", "learned_absolute (GPT-2), rope (Llama, Qwen), yarn (RoPE for longer contexts) or none")
     rotary_base: float = option(10000.0, "base of the rotary frequencies", check=above(0))
     rotary_percent: float = option(1.0, "share of the channels of a head that RoPE rotates, the first ones", check=above(0))
     no_rope_freq: str = option("0", "layers without rotary positions: N for every Nth layer, 0 for none, or a pattern such as [0]*3+[1] with 1 for each of them")
@@ -160,11 +124,11 @@ class ModelConfig:
     rope_original_max_positions: int = option(8192, "Llama 3.1: context length before scaling", check=at_least(1))
     rotary_base_local: float | None = option(None, "base of the rotary frequencies in layers with a window, which are then not scaled (Gemma 3); unset: as in the other layers", check=above(0))
     rotary_seq_len_interpolation_factor: float = option(1.0, "rope: divide positions by this, for longer contexts", check=above(0))
-    normalization: Normalization = option(Normalization.RMSNorm, "LayerNorm or RMSNorm")
+    normalization: Normalization = option("RMSNorm", "LayerNorm or RMSNorm")
     norm_epsilon: float = option(1e-5, "added to the variance in every norm", check=above(0))
     apply_layernorm_1p: bool = option(False, "store norm weights as their difference from 1")
-    norm_placement: NormPlacement = option(NormPlacement.pre, "norms of a block: pre (before attention and MLP), post (of their outputs, OLMo 2) or sandwich (both, Gemma 3)")
-    activation: Activation = option(Activation.swiglu, "gelu, gelu_tanh (GPT-2's approximation), swiglu (gated SiLU), squared_relu, quick_geglu (gated sigmoid GELU) or geglu_tanh")
+    norm_placement: NormPlacement = option("pre", "norms of a block: pre (before attention and MLP), post (of their outputs, OLMo 2) or sandwich (both, Gemma 3)")
+    activation: Activation = option("swiglu", "gelu, gelu_tanh (GPT-2's approximation), swiglu (gated SiLU), squared_relu, quick_geglu (gated sigmoid GELU) or geglu_tanh")
     glu_linear_offset: float = option(0.0, "gated activations: added to the linear part, activation(gate) * (up + offset) (gpt-oss)")
     activation_func_clamp_value: float | None = option(None, "gated activations: clamp the gate from above and the linear part on both sides; unset: none", check=above(0))
     add_bias_linear: bool = option(False, "biases on every linear layer except the head, of experts and routers too")
@@ -173,7 +137,7 @@ class ModelConfig:
     qk_layernorm_across_heads: bool = option(False, "qk_layernorm: one norm over all heads together instead of one per head (OLMo 2)")
     softmax_scale: float | None = option(None, "factor on the attention scores; unset: 1 / sqrt(channels of a head)", check=above(0))
     attn_logit_softcapping: float | None = option(None, "soft-cap attention scores by c * tanh(score / c) (Gemma 2); unset: none", check=above(0))
-    softmax_type: SoftmaxType = option(SoftmaxType.vanilla, "attention sinks: vanilla (none), off-by-one (one more score of 0) or learnable (one per head, gpt-oss)")
+    softmax_type: SoftmaxType = option("vanilla", "attention sinks: vanilla (none), off-by-one (one more score of 0) or learnable (one per head, gpt-oss)")
     attention_dropout: float = option(0.0, "share of the attention weights that are dropped in training", check=between(0, 1))
     hidden_dropout: float = option(0.0, "share of the outputs of embedding, attention and MLP that are dropped in training", check=between(0, 1))
     window_size: int | None = option(None, "sliding-window attention: keys before its own that a query attends to, the left number of Megatron-LM's pair; unset: all", check=at_least(0))
@@ -212,7 +176,7 @@ class ModelConfig:
     @property
     def has_rope(self) -> bool:
         """Whether queries and keys are rotated, plainly or by YaRN."""
-        return self.position_embedding_type in (PositionEmbedding.rope, PositionEmbedding.yarn)
+        return self.position_embedding_type in ("rope", "yarn")
 
     @property
     def rotary_dim(self) -> int:
@@ -228,18 +192,18 @@ class ModelConfig:
     def has_score_options(self) -> bool:
         """Whether training changes attention scores or weights in addition to the softmax."""
         has_softcap = self.attn_logit_softcapping is not None
-        return has_softcap or self.softmax_type is not SoftmaxType.vanilla or self.attention_dropout > 0
+        return has_softcap or self.softmax_type != "vanilla" or self.attention_dropout > 0
 
     @property
     def ffn_size(self) -> int:
         """Inner width of the MLP: 4x hidden, or with swiglu 8/3x hidden rounded up to a multiple of 64.
 
-        >>> ModelConfig(hidden_size=256).ffn_size, ModelConfig(hidden_size=256, activation=Activation.gelu).ffn_size
+        >>> ModelConfig(hidden_size=256).ffn_size, ModelConfig(hidden_size=256, activation="gelu").ffn_size
         (704, 1024)
         """
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        is_swiglu = self.activation is Activation.swiglu
+        is_swiglu = self.activation == "swiglu"
         return round_up(-(-8 * self.hidden_size // 3), 64) if is_swiglu else 4 * self.hidden_size
 
     @property

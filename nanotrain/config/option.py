@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field
-from enum import Enum
-from typing import Any, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 
 def option(
@@ -91,10 +91,11 @@ class Entry:
 
     @property
     def kind(self) -> Any:
-        """The type of a value that is not None: bool, int, float, str, list or an Enum."""
-        if get_origin(self.field.type) is list:
-            return list
-        return next((kind for kind in get_args(self.field.type) if kind is not type(None)), self.field.type)
+        """The type of a value that is not None: bool, int, float, str, list or a Literal."""
+        declared = self.field.type
+        if get_origin(declared) in (Union, UnionType):
+            declared = next(kind for kind in get_args(declared) if kind is not type(None))
+        return list if get_origin(declared) is list else declared
 
     @property
     def item(self) -> Any:
@@ -103,8 +104,8 @@ class Entry:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The spellings of an enum's values."""
-        return tuple(member.value for member in self.item) if issubclass(self.item, Enum) else ()
+        """The values of a field that takes a few names."""
+        return get_args(self.item) if get_origin(self.item) is Literal else ()
 
     @property
     def default(self) -> Any:

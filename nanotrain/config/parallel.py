@@ -1,46 +1,23 @@
 """The sections of the parallel layout and of activation memory; `config.py` holds the other sections."""
 
 from dataclasses import dataclass
-from enum import Enum
+from typing import Literal
 
 from nanotrain.config.option import above, at_least, option
 from nanotrain.errors import TopologyError
 from nanotrain.quantities import count_of, round_up
 
-
-class ShardingStrategy(str, Enum):
-    no_shard = "no_shard"
-    optim = "optim"
-    optim_grads = "optim_grads"
-    optim_grads_params = "optim_grads_params"
-
-
-class OuterShardingStrategy(str, Enum):
-    no_shard = "no_shard"
-    optim = "optim"
-
-
-class RecomputeGranularity(str, Enum):
-    full = "full"
-    selective = "selective"
-
-
-class RecomputeModule(str, Enum):
-    core_attn = "core_attn"
-    mlp = "mlp"
-    moe = "moe"
-    layernorm = "layernorm"
-    mla_up_proj = "mla_up_proj"
-    moe_act = "moe_act"
+ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+OuterShardingStrategy = Literal["no_shard", "optim"]
+RecomputeGranularity = Literal["full", "selective"]
+RecomputeModule = Literal["core_attn", "mlp", "moe", "layernorm", "mla_up_proj", "moe_act"]
 
 
 # their outputs are discarded by saved-tensor hooks, which a compiled graph does not call
 DISCARDED_MODULES = {"layernorm", "mla_up_proj", "moe_act"}
 
 
-class RecomputeMethod(str, Enum):
-    uniform = "uniform"
-    block = "block"
+RecomputeMethod = Literal["uniform", "block"]
 
 
 @dataclass(frozen=True)
@@ -63,8 +40,8 @@ class ParallelConfig:
     pipeline_model_parallel_layout: str | None = option(None, "layers of every pipeline stage, as Et*3|(tt|)*2L: E embedding, t layer, L loss, | next stage; unset: an even split")
     cp_comm_type: str = option("p2p", "attention over a split sequence, such as p2p (ring attention), a2a (Ulysses) or allgather")
     use_tp_pp_dp_mapping: bool = option(False, "rank order tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp")
-    data_parallel_sharding_strategy: ShardingStrategy = option(ShardingStrategy.no_shard, "what is sharded: no_shard, optim (ZeRO-1), optim_grads (ZeRO-2) or optim_grads_params (ZeRO-3)")
-    outer_dp_sharding_strategy: OuterShardingStrategy = option(OuterShardingStrategy.no_shard, "what is sharded across optimizer instances: no_shard, or optim (main params and optimizer state)")
+    data_parallel_sharding_strategy: ShardingStrategy = option("no_shard", "what is sharded: no_shard, optim (ZeRO-1), optim_grads (ZeRO-2) or optim_grads_params (ZeRO-3)")
+    outer_dp_sharding_strategy: OuterShardingStrategy = option("no_shard", "what is sharded across optimizer instances: no_shard, or optim (main params and optimizer state)")
     ddp_bucket_size: int | None = option(None, "elements at which a gradient bucket is closed; unset: max(40000000, 1000000 * shard ranks)", check=at_least(1))
     ddp_pad_buckets_for_high_nccl_busbw: bool = option(False, "pad buckets to a multiple of 65536 elements")
     reduce_scatter_with_fp32_accumulation: bool = option(False, "reduce-scatter low-precision gradients as an all-to-all and a local fp32 sum; of fp32 gradients always so")
@@ -122,9 +99,9 @@ class MemoryConfig:
     def recomputed_modules(self) -> tuple[str, ...]:
         """The modules of selective recomputation; none with another granularity.
 
-        >>> MemoryConfig(recompute_granularity=RecomputeGranularity.selective).recomputed_modules
+        >>> MemoryConfig(recompute_granularity="selective").recomputed_modules
         ('core_attn',)
         """
-        if self.recompute_granularity is not RecomputeGranularity.selective:
+        if self.recompute_granularity != "selective":
             return ()
         return tuple(self.recompute_modules) or ("core_attn",)

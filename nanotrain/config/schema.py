@@ -10,7 +10,6 @@ check_choice       refuse a name that a table does not hold
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, fields, replace
-from enum import Enum
 from typing import Any
 
 from nanotrain.config.config import Config
@@ -270,7 +269,7 @@ def convert(entry: Entry, value: Any) -> Any:
 
 def convert_item(entry: Entry, value: Any) -> Any:
     """One value of a field, or one item of its list."""
-    result = CONVERSIONS[Enum if entry.choices else entry.item](entry, value)
+    result = convert_choice(entry, value) if entry.choices else CONVERSIONS[entry.item](entry, value)
     if result == "" and entry.default != "":
         raise ConfigError(f"{entry.key} is empty", why="it takes text", fix=entry.meaning)
     check = entry.field.metadata["check"]
@@ -317,35 +316,25 @@ def convert_str(entry: Entry, value: Any) -> str:
     return value if isinstance(value, str) else str(value)
 
 
-def convert_enum(entry: Entry, value: Any) -> Enum:
-    """A member by the spelling of its value."""
-    text = value.value if isinstance(value, Enum) else str(value)
-    check_choice(entry.name, text, known=entry.choices, why="it takes one of")
-    member: Enum = entry.item(text)
-    return member
+def convert_choice(entry: Entry, value: Any) -> str:
+    """One of a few names."""
+    check_choice(entry.name, str(value), known=entry.choices, why="it takes one of")
+    return str(value)
 
 
 BOOLEANS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "1": True, "0": False}
-CONVERSIONS = {
-    bool: convert_bool,
-    int: convert_int,
-    float: convert_float,
-    str: convert_str,
-    Enum: convert_enum,
-}
+CONVERSIONS = {bool: convert_bool, int: convert_int, float: convert_float, str: convert_str}
 MAX_SHOWN = 100  # characters of a wrong value in its error
 TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A configuration or section as plain nested values (enums by their value), the inverse of `config_from_dict`."""
+    """A configuration or section as plain nested values, the inverse of `config_from_dict`."""
     return nest({key: plain(value) for key, value in flat_values(config).items()})
 
 
 def plain(value: Any) -> Any:
     """A value in the types of YAML and JSON."""
-    if isinstance(value, Enum):
-        return value.value
     return [plain(item) for item in value] if isinstance(value, list) else as_written(value)
 
 

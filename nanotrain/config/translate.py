@@ -13,11 +13,12 @@ from os.path import normpath
 from typing import Any
 
 from nanotrain.config.arguments import choice_of, is_file
-from nanotrain.config.config import Activation, Config, ParallelConfig, PositionEmbedding
+from nanotrain.config.config import Config
 from nanotrain.config.flags import CommandLine, MegatronArgument
 from nanotrain.config.megatron import megatron
 from nanotrain.config.notation import read_pipeline_layout
 from nanotrain.config.option import flag_of
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.config.schema import ENTRIES, argument_of, convert, plain, typed, value_of, with_values
 from nanotrain.errors import ConfigError, ErrorCollector
 from nanotrain.quantities import count_of
@@ -131,7 +132,7 @@ def convert_flag(result: Translation, argument: MegatronArgument) -> None:
 def complete_width(result: Translation) -> None:
     """Set Megatron-LM's width of a gated MLP if no width is set."""
     model = result.config.model
-    if model.activation is Activation.swiglu and model.ffn_hidden_size is None:
+    if model.activation == "swiglu" and model.ffn_hidden_size is None:
         width = 64 * max(1, int(4 * model.hidden_size * 2 / 3 / 64))
         result.set("ffn_hidden_size", width, source="--megatron-defaults: 8/3 * hidden_size, a multiple of 64 below")
 
@@ -143,7 +144,7 @@ def complete_activation(result: Translation, line: CommandLine) -> None:
     """
     model = result.config.model
     is_fused = model.add_bias_linear and UNFUSED_GELU not in line.megatron_rows
-    if is_fused and model.activation is Activation.gelu and "model.activation" not in result.explicit:
+    if is_fused and model.activation == "gelu" and "model.activation" not in result.explicit:
         result.set("activation", "gelu_tanh", source="--megatron-defaults: the formula of its kernel of bias and GELU")
 
 
@@ -168,7 +169,7 @@ def implied(config: Config, explicit: frozenset[str], *, line: CommandLine) -> I
     YaRN unless `--rope-type rope` is set.
     """
     model, train, load, flags = config.model, config.train, config.checkpoint.load, line.megatron_rows
-    is_rope = model.position_embedding_type is PositionEmbedding.rope and "--rope-type" not in flags
+    is_rope = model.position_embedding_type == "rope" and "--rope-type" not in flags
     factor = model.yarn.rotary_scaling_factor if model.yarn is not None else 1.0
     if model.multi_latent_attention and is_rope and factor > 1:
         yield "position_embedding_type", "yarn", f"MLA with rotary_scaling_factor {factor:g}"

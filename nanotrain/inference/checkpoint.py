@@ -18,7 +18,8 @@ from nanotrain.checkpoint.read import read_chunks, read_global_tensors, require_
 from nanotrain.checkpoint.store import find_manifest
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import Config, DataConfig, ModelConfig, MTPConfig
+from nanotrain.config.config import Config, DataConfig
+from nanotrain.config.model import ModelConfig, MTPConfig
 from nanotrain.config.schema import config_from_dict
 from nanotrain.data.build import tokenizer_of, uses_quickstart
 from nanotrain.data.corpus_info import recorded_tokenizer

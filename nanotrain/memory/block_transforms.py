@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanotrain.config.config import Config, RecomputeGranularity, RecomputeMethod
+from nanotrain.config.config import Config
+from nanotrain.config.parallel import RecomputeMethod
 from nanotrain.memory.offload import offloaded
 from nanotrain.memory.recompute import Recompute, recompute_modules
 from nanotrain.quantities import count_of
@@ -85,12 +86,12 @@ def recomputed_groups(config: Config, num_blocks: int) -> list[range]:
     """The blocks of a stage that full recomputation runs again, those of one group together.
 
     >>> from nanotrain.config.config import MemoryConfig
-    >>> config = Config(memory=MemoryConfig(recompute_method=RecomputeMethod.uniform, recompute_num_layers=2))
+    >>> config = Config(memory=MemoryConfig(recompute_method="uniform", recompute_num_layers=2))
     >>> recomputed_groups(config, 5)
     [range(0, 2), range(2, 4), range(4, 5)]
     """
     method, size = recompute_plan(config)
-    if method is RecomputeMethod.block:
+    if method == "block":
         return [range(i, i + 1) for i in range(min(size, num_blocks))]
     return [range(start, min(start + size, num_blocks)) for start in range(0, num_blocks, size)]
 
@@ -98,7 +99,7 @@ def recomputed_groups(config: Config, num_blocks: int) -> list[range]:
 def recompute_plan(config: Config) -> tuple[RecomputeMethod, int]:
     """The method of full recomputation and its number of blocks; unset, every block by itself."""
     memory = config.memory
-    return memory.recompute_method or RecomputeMethod.uniform, memory.recompute_num_layers or 1
+    return memory.recompute_method or "uniform", memory.recompute_num_layers or 1
 
 
 def describe_activations(config: Config) -> str:
@@ -107,17 +108,17 @@ def describe_activations(config: Config) -> str:
     if memory.cpu_offloading:
         layers = count_of(memory.cpu_offloading_num_layers, "layer")
         return f"saved tensors of the first {layers} of each stage in host memory"
-    if memory.recompute_granularity is not RecomputeGranularity.full:
+    if memory.recompute_granularity != "full":
         modules = memory.recomputed_modules
         return f"recompute selective: {', '.join(modules)}" if modules else ""
     method, size = recompute_plan(config)
     layers = "layer" if size == 1 else f"{size} layers"
     what = f"groups of {count_of(size, 'layer')}"
-    if method is RecomputeMethod.block:
+    if method == "block":
         what = f"the first {layers} of each stage"
     flags = {"--recompute-method": memory.recompute_method, "--recompute-num-layers": memory.recompute_num_layers}
     unset = " and ".join(flag for flag, value in flags.items() if value is None)
-    return f"recompute full: {method.value}, {what}" + (f" ({unset} unset)" if unset else "")
+    return f"recompute full: {method}, {what}" + (f" ({unset} unset)" if unset else "")
 
 
 BLOCK_TRANSFORMS: list[BlockTransform] = [
@@ -125,7 +126,7 @@ BLOCK_TRANSFORMS: list[BlockTransform] = [
     BlockTransform(is_enabled=lambda config: bool(config.train.torch_compile), apply=compile_blocks),
     BlockTransform(is_enabled=lambda config: config.memory.cpu_offloading, apply=offload_blocks),
     BlockTransform(
-        is_enabled=lambda config: config.memory.recompute_granularity is RecomputeGranularity.full,
+        is_enabled=lambda config: config.memory.recompute_granularity == "full",
         apply=recompute_blocks,
     ),
 ]

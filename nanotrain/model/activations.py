@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanotrain.config.config import Activation, ModelConfig
+from nanotrain.config.model import Activation, ModelConfig
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -23,12 +23,12 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    Activation.gelu: F.gelu,
-    Activation.gelu_tanh: partial(F.gelu, approximate="tanh"),
-    Activation.swiglu: F.silu,
-    Activation.squared_relu: squared_relu,
-    Activation.quick_geglu: quick_gelu,
-    Activation.geglu_tanh: partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "swiglu": F.silu,
+    "squared_relu": squared_relu,
+    "quick_geglu": quick_gelu,
+    "geglu_tanh": partial(F.gelu, approximate="tanh"),
 }
 
 

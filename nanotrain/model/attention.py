@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nanotrain.attention.call import largest_logits
 from nanotrain.attention.chunks import AttentionChunk, ScoreOptions, WeightDropout
-from nanotrain.config.config import ModelConfig, SoftmaxType
+from nanotrain.config.model import ModelConfig
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext, ModelParallel
 from nanotrain.model.norm import build_head_norm
@@ -98,7 +98,7 @@ class LayerScores:
 
     def __init__(self, model_config: ModelConfig, *, layer: int, parallel: ModelParallel) -> None:
         self.softcap, self.rate = model_config.attn_logit_softcapping, model_config.attention_dropout
-        self.has_zero_sink = model_config.softmax_type is SoftmaxType.off_by_one
+        self.has_zero_sink = model_config.softmax_type == "off-by-one"
         tp, num_heads = parallel.tp.group, ModelShape.of(model_config).num_heads // parallel.tp.group.size
         self.layer, self.num_heads, self.first_head = layer, num_heads, tp.index * num_heads
         self.max_logits = MaxLogits(num_heads, parallel.recompute) if parallel.tracks_logits else None

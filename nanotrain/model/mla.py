@@ -22,7 +22,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from nanotrain.config.config import ModelConfig
+from nanotrain.config.model import ModelConfig
 from nanotrain.model.attention import LayerScores
 from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext, ModelParallel
 from nanotrain.model.norm import build_norm

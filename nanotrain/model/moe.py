@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nanotrain.comm.autograd import concat_along, eager, split_along
 from nanotrain.comm.group import Group
-from nanotrain.config.config import ModelConfig
+from nanotrain.config.model import ModelConfig
 from nanotrain.kernels.fp8.layer import ExpertRange, expert_fp8_options
 from nanotrain.model.activations import ACTIVATIONS, Glu
 from nanotrain.model.context import HiddenDropout, LayerContext, ModelParallel

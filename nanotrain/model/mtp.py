@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from nanotrain.config.config import ModelConfig
+from nanotrain.config.model import ModelConfig
 from nanotrain.data.batch import Batch
 from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext
 from nanotrain.model.norm import build_norm

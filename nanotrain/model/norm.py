@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nanotrain.comm.autograd import copy_to, reduce_from
 from nanotrain.comm.group import Group
-from nanotrain.config.config import ModelConfig, Normalization
+from nanotrain.config.model import ModelConfig
 from nanotrain.model.parameters import Parameters
 
 
@@ -134,7 +134,7 @@ def build_norm(model_config: ModelConfig, params: Parameters) -> nn.Module:
     if not params:
         return nn.Identity()
     eps, is_offset = model_config.norm_epsilon, model_config.apply_layernorm_1p
-    if model_config.normalization is Normalization.LayerNorm:
+    if model_config.normalization == "LayerNorm":
         return LayerNorm(params["weight"], params["bias"], eps=eps, is_offset=is_offset)
     return RMSNorm(params["weight"], eps=eps, is_offset=is_offset)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanotrain.config.config import ModelConfig, YarnConfig
+from nanotrain.config.model import ModelConfig, YarnConfig
 
 
 @dataclass(frozen=True)

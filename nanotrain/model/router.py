@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from nanotrain.comm.collectives import all_gather_into, all_reduce
 from nanotrain.comm.group import Group
-from nanotrain.config.config import LoadBalancing, MoEConfig, RouterScore
+from nanotrain.config.model import LoadBalancing, MoEConfig, RouterScore
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model.context import LayerContext
 from nanotrain.model.router_stats import RouterStats, StatefulModule
@@ -82,7 +82,7 @@ class Router(StatefulModule):
         self.register_buffer("expert_bias", torch.zeros(self.num_experts) if moe.router_enable_expert_bias else None)
         self.stats = RouterStats(self.num_experts)
         losses = zip(moe.router_load_balancing_type, moe.aux_loss_coeff, strict=True)
-        self._balance = [(kind, coeff) for kind, coeff in losses if kind is not LoadBalancing.none and coeff > 0]
+        self._balance = [(kind, coeff) for kind, coeff in losses if kind != "none" and coeff > 0]
 
     def forward(self, hidden: Tensor, context: LayerContext, *, positions: Tensor) -> Routing:
         """Route this rank's tokens.
@@ -135,7 +135,7 @@ class Router(StatefulModule):
     def _select(self, logits: Tensor, scores: Tensor) -> Tensor:
         """[B, S, E] -> [B, S, K] int64, best first."""
         moe = self.moe
-        has_free_scores = moe.router_score_function is RouterScore.softmax and not moe.router_pre_softmax
+        has_free_scores = moe.router_score_function == "softmax" and not moe.router_pre_softmax
         ranked = logits if self._ranks_logits or has_free_scores else scores
         if self.expert_bias is not None:
             ranked = ranked + self.expert_bias
@@ -153,7 +153,7 @@ class Router(StatefulModule):
     def _weights(self, logits: Tensor, scores: Tensor, *, topk_ids: Tensor) -> Tensor:
         """[B, S, K] fp32."""
         weights = scores.gather(-1, topk_ids)
-        if self.moe.router_score_function is RouterScore.softmax:
+        if self.moe.router_score_function == "softmax":
             if not self.moe.router_pre_softmax:
                 weights = logits.gather(-1, topk_ids).softmax(dim=-1)
         elif self.moe.router_topk > 1:
@@ -193,10 +193,10 @@ class Router(StatefulModule):
 
         For `global_aux_loss` the number is a tensor: it follows from the counts, because ranks may have padding.
         """
-        if kind is LoadBalancing.seq_aux_loss:
+        if kind == "seq_aux_loss":
             return tokens, 1
         of_microbatch = tokens.sum(dim=0, keepdim=True)
-        if kind is LoadBalancing.aux_loss:
+        if kind == "aux_loss":
             return of_microbatch, len(tokens)
         if self not in context.balance_counts:
             all_reduce(of_microbatch, self.dp)
@@ -221,8 +221,8 @@ def _mask_groups(scores: Tensor, moe: MoEConfig) -> Tensor:
 
 
 SCORES: dict[RouterScore, Callable[[Tensor], Tensor]] = {
-    RouterScore.softmax: lambda logits: logits.softmax(dim=-1),
-    RouterScore.sigmoid: torch.sigmoid,
+    "softmax": lambda logits: logits.softmax(dim=-1),
+    "sigmoid": torch.sigmoid,
 }
 
 

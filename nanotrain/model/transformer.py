@@ -26,7 +26,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from nanotrain.comm.autograd import concat_along
-from nanotrain.config.config import ModelConfig
+from nanotrain.config.model import ModelConfig
 from nanotrain.data.batch import Batch
 from nanotrain.model.activations import ACTIVATIONS, Glu
 from nanotrain.model.attention import Attention

@@ -17,17 +17,17 @@ from dataclasses import dataclass, replace
 from nanotrain.config.config import OptimConfig, WeightDecayStyle, WSDDecayStyle
 
 WSD_DECAYS: dict[WSDDecayStyle, Callable[[float], float]] = {
-    WSDDecayStyle.linear: lambda done: 1.0 - done,
-    WSDDecayStyle.cosine: lambda done: 0.5 * (math.cos(math.pi * done) + 1.0),
-    WSDDecayStyle.exponential: lambda done: 2.0 * 0.5**done - 1.0,
-    WSDDecayStyle.minus_sqrt: lambda done: 1.0 - math.sqrt(done),
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (math.cos(math.pi * done) + 1.0),
+    "exponential": lambda done: 2.0 * 0.5**done - 1.0,
+    "minus_sqrt": lambda done: 1.0 - math.sqrt(done),
 }
 
 
 # The fraction of the increase from start_weight_decay to end_weight_decay, by the completed fraction of the run.
 WEIGHT_DECAY_INCREASES: dict[WeightDecayStyle, Callable[[float], float]] = {
-    WeightDecayStyle.linear: lambda done: done,
-    WeightDecayStyle.cosine: lambda done: 0.5 * (math.cos(math.pi * (1.0 - done)) + 1.0),
+    "linear": lambda done: done,
+    "cosine": lambda done: 0.5 * (math.cos(math.pi * (1.0 - done)) + 1.0),
 }
 
 
@@ -79,7 +79,7 @@ class LRSchedule:
     def weight_decay_at(self, consumed_samples: int) -> float:
         """Weight decay of the step that starts at `consumed_samples`."""
         start, end = self.optim.start_weight_decay, self.optim.end_weight_decay
-        if self.optim.weight_decay_incr_style is WeightDecayStyle.constant or start is None or end is None:
+        if self.optim.weight_decay_incr_style == "constant" or start is None or end is None:
             return self.optim.weight_decay
         done = min(consumed_samples / self.train_samples, 1.0)
         return start + WEIGHT_DECAY_INCREASES[self.optim.weight_decay_incr_style](done) * (end - start)
@@ -116,8 +116,8 @@ def _wsd(curve: LRSchedule, consumed: int) -> float:
 # and the end of the decay.
 LR_DECAYS: dict[str, Callable[[LRSchedule, int], float]] = {
     "constant": lambda curve, consumed: curve.optim.lr,
-    "linear": _decay(WSDDecayStyle.linear),
-    "cosine": _decay(WSDDecayStyle.cosine),
+    "linear": _decay("linear"),
+    "cosine": _decay("cosine"),
     "inverse-square-root": _inverse_square_root,
     "WSD": _wsd,
 }

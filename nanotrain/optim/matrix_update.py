@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nanotrain.comm.all_to_all import start_all_to_all
 from nanotrain.comm.group import Group
-from nanotrain.config.config import MuonTPMode, OptimConfig
+from nanotrain.config.config import OptimConfig
 from nanotrain.optim.matrices import Coordinate, Piece, Placed, describe, place
 from nanotrain.optim.rule import MatrixRule, ParamRange, Shape, UpdateStep
 from nanotrain.optim.state import PartState
@@ -275,7 +275,7 @@ def plan_matrices(
     layouts: Sequence[BufferLayout], rule: MatrixRule, *, config: OptimConfig, groups: GridGroups
 ) -> tuple[Placed, ...]:
     """The matrices of a grid with their pieces and owners."""
-    splits_tensors = config.muon_tp_mode is not MuonTPMode.blockwise
+    splits_tensors = config.muon_tp_mode != "blockwise"
 
     def flops_of(shape: Shape) -> int:
         return rule.flops(shape, config)
@@ -302,7 +302,7 @@ def grid_groups(
     """
     name: GroupName = "etp" if shard.name.startswith("expert") else "tp"
     tensor: Group | GroupSpec = groups[name]
-    if config.muon_tp_mode is MuonTPMode.blockwise:
+    if config.muon_tp_mode == "blockwise":
         tensor = Group.single_rank(name, tensor.rank)
     if not shards_across:
         return GridGroups(replicate, shard, tensor)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nanotrain.config.config import MatmulPrecision, MuonScaleMode, OptimConfig
+from nanotrain.config.config import MuonScaleMode, OptimConfig
 from nanotrain.optim.elementwise import ADAM, LION
 from nanotrain.optim.rule import MatrixRule, ParamRange, Shape, UpdateRule
 
@@ -24,9 +24,9 @@ EPSILON = 1e-7  # least norm that a direction is divided by
 
 SCALAR_RULES: dict[str, UpdateRule] = {"adam": ADAM, "lion": LION}
 SCALES: dict[MuonScaleMode, Callable[[int, int], float]] = {
-    MuonScaleMode.spectral: lambda rows, columns: math.sqrt(max(rows, columns)),
-    MuonScaleMode.unit_rms_norm: lambda rows, columns: math.sqrt(rows / columns),
-    MuonScaleMode.shape_scaling: lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
+    "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
+    "shape_scaling": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
 }
 
 
@@ -73,7 +73,7 @@ def scale_of(shape: Shape, config: OptimConfig) -> float:
 
 def dtype_of(config: OptimConfig) -> torch.dtype:
     """The dtype of `newton_schulz`."""
-    return torch.bfloat16 if config.muon_fp32_matmul_prec is MatmulPrecision.medium else torch.float32
+    return torch.bfloat16 if config.muon_fp32_matmul_prec == "medium" else torch.float32
 
 
 MUON = UpdateRule(  # parameters that are no hidden matrices have the scalar rule

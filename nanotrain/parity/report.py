@@ -6,7 +6,9 @@ from dataclasses import asdict, dataclass
 from math import inf, isfinite
 from typing import Any
 
-from nanotrain.config.config import Config, ModelConfig, ParallelConfig
+from nanotrain.config.config import Config
+from nanotrain.config.model import ModelConfig
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.config.schema import flat_values, plain, to_dict
 from nanotrain.quantities import count_of
 

@@ -24,18 +24,13 @@ from nanotrain.config.config import (
     CheckpointConfig,
     Config,
     DataConfig,
-    DeviceKind,
-    MatmulPrecision,
-    MemoryConfig,
-    MLAConfig,
-    ModelConfig,
-    MoEConfig,
     OptimConfig,
-    ParallelConfig,
     PrecisionConfig,
     TrainConfig,
 )
+from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig
 from nanotrain.config.notation import read_pipeline_layout, write_pipeline_layout
+from nanotrain.config.parallel import MemoryConfig, ParallelConfig
 from nanotrain.config.schema import KEYS, flat_values
 from nanotrain.quantities import round_up
 
@@ -99,7 +94,7 @@ def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
         train=TrainConfig(
             train_iters=num_steps,
             seed=config.train.seed,
-            device=DeviceKind.cpu,
+            device="cpu",
             eval_interval=0,
             **shrink_batches(config, dp=dp, seq_length=seq_length),
         ),
@@ -152,7 +147,7 @@ def shrink_optim(optim: OptimConfig) -> OptimConfig:
     if (optim.muon_scalar_optimizer if is_muon else optim.optimizer) == "adam":
         fields["adam_eps"] = max(optim.adam_eps, MIN_ADAM_EPS)
     if is_muon:  # in bf16 a last bit of a gradient may change an update by some percent
-        fields["muon_fp32_matmul_prec"] = MatmulPrecision.highest
+        fields["muon_fp32_matmul_prec"] = "highest"
     return replace(optim, **fields)
 
 

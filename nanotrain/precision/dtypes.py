@@ -50,14 +50,14 @@ class Precision:
     @classmethod
     def of(cls, config: PrecisionConfig) -> "Precision":
         """The dtypes of a `precision` config section."""
-        params = TORCH_DTYPES[config.params_dtype.value]
+        params = TORCH_DTYPES[config.params_dtype]
         return cls(
             params=params,
             grads=torch.float32 if config.accumulates_grads_in_fp32 else params,
-            main_grads=TORCH_DTYPES[config.main_grads_dtype.value],
-            main=TORCH_DTYPES[config.main_params_dtype.value],
-            exp_avg=TORCH_DTYPES[config.exp_avg_dtype.value],
-            exp_avg_sq=TORCH_DTYPES[config.exp_avg_sq_dtype.value],
+            main_grads=TORCH_DTYPES[config.main_grads_dtype],
+            main=TORCH_DTYPES[config.main_params_dtype],
+            exp_avg=TORCH_DTYPES[config.exp_avg_dtype],
+            exp_avg_sq=TORCH_DTYPES[config.exp_avg_sq_dtype],
         )
 
     @property

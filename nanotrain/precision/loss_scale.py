@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from nanotrain.config.config import DType, PrecisionConfig
+from nanotrain.config.config import PrecisionConfig
 
 
 class LossScale:
@@ -49,7 +49,7 @@ class LossScale:
     @classmethod
     def of(cls, config: PrecisionConfig, device: torch.device | str = "cpu") -> "LossScale":
         """The initial loss scale of a `precision` config section."""
-        is_fp16 = config.params_dtype is DType.fp16
+        is_fp16 = config.params_dtype == "fp16"
         is_dynamic, constant = is_fp16 and not config.loss_scale, config.loss_scale if is_fp16 else 1.0
         return cls(
             config.initial_loss_scale if is_dynamic else constant,

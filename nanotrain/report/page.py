@@ -15,7 +15,8 @@ from io import BytesIO
 from pathlib import Path
 from string import Template
 
-from nanotrain.config.config import ParallelConfig, TrainConfig
+from nanotrain.config.config import TrainConfig
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.config.schedules import num_microbatches
 from nanotrain.config.schema import with_values
 from nanotrain.errors import EnvironmentFault, NanotrainError

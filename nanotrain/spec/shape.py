@@ -6,15 +6,7 @@ Parameters, FLOPs, modules and Hugging Face files read these sizes; none of them
 from dataclasses import dataclass
 from typing import Self
 
-from nanotrain.config.config import (
-    MLAConfig,
-    ModelConfig,
-    MoEConfig,
-    Normalization,
-    NormPlacement,
-    PositionEmbedding,
-    SoftmaxType,
-)
+from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig
 
 
 @dataclass(frozen=True)
@@ -64,7 +56,7 @@ class ModelShape:
         """
         padded_size, vocab_size = model_config.padded_vocab_size, model_config.vocab_size
         assert vocab_size is not None, "padded_vocab_size raises without it"
-        learned = model_config.position_embedding_type is PositionEmbedding.learned_absolute
+        learned = model_config.position_embedding_type == "learned_absolute"
         width = model_config.head_dim
         return cls(
             num_layers=model_config.num_layers,
@@ -80,13 +72,13 @@ class ModelShape:
             is_gated=model_config.is_gated,
             has_linear_bias=model_config.add_bias_linear,
             has_qkv_bias=model_config.add_bias_linear or model_config.add_qkv_bias,
-            has_norm_bias=model_config.normalization is Normalization.LayerNorm,
+            has_norm_bias=model_config.normalization == "LayerNorm",
             has_qk_norm=model_config.qk_layernorm and not model_config.qk_layernorm_across_heads,
             has_wide_qk_norm=model_config.qk_layernorm and model_config.qk_layernorm_across_heads,
-            has_pre_norm=model_config.norm_placement is not NormPlacement.post,
-            has_post_norm=model_config.norm_placement is not NormPlacement.pre,
+            has_pre_norm=model_config.norm_placement != "post",
+            has_post_norm=model_config.norm_placement != "pre",
             norm_init=0.0 if model_config.apply_layernorm_1p else 1.0,
-            has_sink=model_config.softmax_type is SoftmaxType.learnable,
+            has_sink=model_config.softmax_type == "learnable",
             is_tied=not model_config.untie_embeddings_and_output_weights,
             init_std=model_config.init_method_std,
             window_size=model_config.window_size,

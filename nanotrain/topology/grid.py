@@ -20,8 +20,8 @@ from itertools import islice
 from math import lcm, prod
 from typing import Any
 
-from nanotrain.config.config import ParallelConfig
 from nanotrain.config.option import flag_of
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.errors import TopologyError
 from nanotrain.quantities import count_of
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from nanotrain.config.config import ParallelConfig, ShardingStrategy
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.topology.grid import Grid
 from nanotrain.topology.groups import EXPERT_GROUPS, GROUP_NAMES, GroupName, Ranks
 from nanotrain.topology.topology import Topology
@@ -29,9 +29,9 @@ def run_topology(parallel: ParallelConfig, world_size: int, *, as_json: bool, ha
     Raises:
         TopologyError: the ranks cannot form the groups.
     """
-    is_sharded = parallel.data_parallel_sharding_strategy is not ShardingStrategy.no_shard
+    is_sharded = parallel.data_parallel_sharding_strategy != "no_shard"
     if not is_sharded:
-        parallel = replace(parallel, data_parallel_sharding_strategy=ShardingStrategy.optim)
+        parallel = replace(parallel, data_parallel_sharding_strategy="optim")
     topology = Topology.of(parallel, world_size, has_experts=has_experts)
     if as_json:
         names = _names(has_experts)

@@ -17,7 +17,7 @@ bytes per rank of n ranks (measured, torch 2.13). So Python objects travel along
 from dataclasses import dataclass
 from itertools import pairwise
 
-from nanotrain.config.config import ParallelConfig, ShardingStrategy
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.topology.grid import Grid, arrange
 from nanotrain.topology.groups import DENSE_GROUPS, EXPERT_GROUPS, GROUP_NAMES, UNCONNECTED, GroupName, GroupSpec, Ranks
 
@@ -45,7 +45,7 @@ class Topology:
         Raises:
             TopologyError: the ranks cannot form the groups; names the numbers and a fix.
         """
-        is_sharded = parallel.data_parallel_sharding_strategy is not ShardingStrategy.no_shard
+        is_sharded = parallel.data_parallel_sharding_strategy != "no_shard"
         dense, expert = arrange(parallel, world_size, is_sharded=is_sharded, has_experts=has_experts)
         return cls(dense, expert, parallel.num_distributed_optimizer_instances, is_sharded)
 

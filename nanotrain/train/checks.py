@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from nanotrain.attention.backends import AttentionChoice, AttentionDevice
 from nanotrain.comm import device
 from nanotrain.comm.parallel_context import Launch
-from nanotrain.config.config import Config, Fp8Config, Fp8Format
+from nanotrain.config.config import Config, Fp8Config
 from nanotrain.data.build import uses_quickstart
 from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
 from nanotrain.log import get_logger
@@ -41,7 +41,7 @@ class Start:
     @cached_property
     def device(self) -> torch.device:
         """The device of this rank; the first access touches it."""
-        return device.pick_device(self.config.train.device.value, self.launch.local_rank)
+        return device.pick_device(self.config.train.device, self.launch.local_rank)
 
     @cached_property
     def available(self) -> int | None:
@@ -89,7 +89,7 @@ def check_folders(start: Start) -> None:
 
 def check_device(start: Start) -> None:
     """The device is there; GPUs that stay idle are a warning."""
-    if start.device.type == "cpu" and (warning := device.describe_unused_gpus(start.config.train.device.value)):
+    if start.device.type == "cpu" and (warning := device.describe_unused_gpus(start.config.train.device)):
         log.warning("%s", warning)
 
 
@@ -171,7 +171,7 @@ def require_fp8(fp8: Fp8Config | None, capability: tuple[int, int] | None) -> No
         name
         for name, row in RECIPES.items()
         if row.capability <= capability <= (row.last_capability or capability)
-        and (fp8.format is Fp8Format.e4m3 or not row.e4m3_only)
+        and (fp8.format == "e4m3" or not row.e4m3_only)
     ]
     raise EnvironmentFault(
         f"fp8_recipe {fp8.recipe} on a GPU of compute capability {found}",

@@ -7,9 +7,8 @@ graph_breaks     the parts of this configuration's blocks that run outside of gr
 from collections.abc import Callable
 from dataclasses import replace
 
-from nanotrain.config.config import Config, ParallelConfig
-from nanotrain.config.model import SoftmaxType
-from nanotrain.config.parallel import DISCARDED_MODULES
+from nanotrain.config.config import Config
+from nanotrain.config.parallel import DISCARDED_MODULES, ParallelConfig
 from nanotrain.parallel.pp.actions import ActionKind, PipelineShape
 from nanotrain.parallel.pp.schedules import build_schedule
 
@@ -75,7 +74,7 @@ def _has_special_attention(config: Config) -> bool:
         config.parallel.context_parallel_size > 1
         or config.data.reset_attention_mask
         or model.window_size is not None
-        or model.softmax_type is not SoftmaxType.vanilla
+        or model.softmax_type != "vanilla"
         or model.attn_logit_softcapping is not None
         or model.attention_dropout > 0
         or config.optim.qk_clip

@@ -120,7 +120,7 @@ def train(loaded: Loaded) -> None:
         log.info("%s", memory.table(start.available, pp_size=config.parallel.pipeline_model_parallel_size))
         plan = plan_run(config, world_size, rank=launch.rank)
         timeout_s = config.parallel.distributed_timeout_minutes * 60
-        with ParallelContext.start(plan.topology, device=config.train.device.value, timeout_s=timeout_s) as context:
+        with ParallelContext.start(plan.topology, device=config.train.device, timeout_s=timeout_s) as context:
             start_logging(coordinates=context.coords_text, is_first=is_first)
             with open_run(plan, inputs, context=context, planned=memory) as (run, hooks):
                 fit(run, hooks)

@@ -279,25 +279,23 @@ def _layout(plan: Plan, device: str) -> str:
     if parallel.pipeline_model_parallel_layout and moves_mtp_layers(parallel.pipeline_model_parallel_layout):
         shown.append("multi-token prediction on the last stage, with the head (m of the layout is before it)")
     return ", ".join(
-        [f"{count_of(topology.world_size, 'rank')} on {device}", *shown, parallel.data_parallel_sharding_strategy.value]
+        [f"{count_of(topology.world_size, 'rank')} on {device}", *shown, parallel.data_parallel_sharding_strategy]
     )
 
 
 def _precision(plan: Plan) -> str:
     precision = plan.config.precision
-    params = precision.params_dtype.value
-    main, first, second = (
-        dtype.value for dtype in (precision.main_params_dtype, precision.exp_avg_dtype, precision.exp_avg_sq_dtype)
-    )
+    params = precision.params_dtype
+    main, first, second = precision.main_params_dtype, precision.exp_avg_dtype, precision.exp_avg_sq_dtype
     text = "fp32" if params == "fp32" else f"{params}, main params and optimizer in fp32"
     if {main, first, second} != {"fp32"}:
         moments = first if first == second else f"{first} and {second}"
         text = f"{params}, main params in {main}, moments in {moments}"
-    if precision.main_grads_dtype.value != "fp32":
-        text = f"{text}, main grads in {precision.main_grads_dtype.value}"
+    if precision.main_grads_dtype != "fp32":
+        text = f"{text}, main grads in {precision.main_grads_dtype}"
     if precision.fp8 is None:
         return text
-    return f"{text}, linear layers in fp8 ({precision.fp8.format.value}, {precision.fp8.recipe})"
+    return f"{text}, linear layers in fp8 ({precision.fp8.format}, {precision.fp8.recipe})"
 
 
 def _commands(plan: Plan, inputs: RunInputs) -> dict[str, str]:

@@ -59,7 +59,7 @@ class Throughput:
         """The rates of a planned run on this device."""
         precision = plan.config.precision
         # With fp8 a lower bound: attention, embedding, head and router are not in fp8 and counted against its peak.
-        dtype = precision.params_dtype.value if precision.fp8 is None else "fp8"
+        dtype = precision.params_dtype if precision.fp8 is None else "fp8"
         peak = peak_flops(device_name(context.device), dtype)
         return cls(
             tokens_per_sample=plan.config.data.seq_length,

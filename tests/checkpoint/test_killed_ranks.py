@@ -19,7 +19,7 @@ from nanotrain.checkpoint import all_ranks, store
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.read import read_global_tensors
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import ParallelConfig
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.spec.boxes import Box, TensorBox
 from nanotrain.topology.topology import Topology
 from tests.checkpoint.test_kill_points import CALLS

@@ -12,9 +12,11 @@ from torch import Tensor
 from nanotrain.cli.main import main
 from nanotrain.cli.trained import _print, generate, generation_config
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import Config, ModelConfig, MoEConfig, ParallelConfig
+from nanotrain.config.config import Config
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_line
+from nanotrain.config.model import ModelConfig, MoEConfig
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.errors import ConfigError, DataError, TopologyError
 from nanotrain.inference.checkpoint import load_checkpoint, load_model, open_model
 from nanotrain.inference.generate import Sampling
@@ -36,7 +38,7 @@ def config_of(*flags: str, model: ModelConfig = DENSE, world_size: int = 1) -> C
 def test_sizes_of_the_shards_device_and_dtype_are_the_command_lines() -> None:
     flags = ("--tensor-model-parallel-size", "2", "--bf16", "--device", "cpu", "--pipeline-model-parallel-size", "1")
     config = config_of(*flags, world_size=2)
-    assert (config.precision.params_dtype.value, config.train.device.value) == ("bf16", "cpu")
+    assert (config.precision.params_dtype, config.train.device) == ("bf16", "cpu")
     expert = ("--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1")
     assert config_of("--tensor-model-parallel-size", "4", *expert, model=MOE, world_size=4).model == MOE
 

@@ -6,9 +6,10 @@ import pytest
 
 from nanotrain.cli.main import main
 from nanotrain.cli.trained import evaluation_config
-from nanotrain.config.config import Config, DataConfig, ModelConfig
+from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_line
+from nanotrain.config.model import ModelConfig
 from nanotrain.errors import ConfigError
 
 

@@ -1,14 +1,13 @@
 """Plain values go into the sections and come out of them unchanged."""
 
 import math
-from enum import Enum
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.config.config import Config, WSDDecayStyle
+from nanotrain.config.config import Config
 from nanotrain.config.option import Entry
 from nanotrain.config.schema import (
     ENTRIES,
@@ -73,11 +72,6 @@ def test_a_configuration_and_its_plain_values_are_one_and_the_same(values):
     assert config_from_dict(to_dict(config)) == config
 
 
-def test_plain_values_hold_no_enum():
-    found = [value for _, value in flatten(to_dict(Config()), errors=ErrorCollector())]
-    assert not [value for value in found if isinstance(value, Enum)]
-
-
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
@@ -87,7 +81,7 @@ def test_plain_values_hold_no_enum():
         ("lr", "2e-4", 2e-4),
         ("lr_decay_iters", "null", None),
         ("shuffle", "no", False),
-        ("lr_wsd_decay_style", "minus_sqrt", WSDDecayStyle.minus_sqrt),
+        ("lr_wsd_decay_style", "minus_sqrt", "minus_sqrt"),
         ("data_path", [0.7, "a"], ["0.7", "a"]),
         ("data_path", "0.7 a 0.3 b", ["0.7", "a", "0.3", "b"]),
     ],

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanotrain.config.config import Fp8Config, Fp8Format
+from nanotrain.config.config import Fp8Config
 from nanotrain.errors import EnvironmentFault
 from nanotrain.kernels.fp8.grouped import select_fp8_gemm
 from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer, Fp8Options
@@ -22,7 +22,7 @@ BF16_ROUNDING = 2.0**-8
 
 def skip_without_kernels(recipe: str, name: str) -> None:
     try:
-        precision = Fp8Config(format=Fp8Format(name), recipe=recipe)
+        precision = Fp8Config(format=name, recipe=recipe)
         require_fp8(precision, torch.cuda.get_device_capability())
     except EnvironmentFault as error:
         pytest.skip(str(error))

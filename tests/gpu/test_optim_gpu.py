@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import MatmulPrecision, OptimConfig, ParallelConfig
+from nanotrain.config.config import OptimConfig
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.topology.topology import Topology
 from tests.optim.test_distributed import CONFIG, Trainee, grads_of
 from tests.optim.test_muon import CONFIG as MUON
@@ -19,7 +20,7 @@ RULES = {
     "adam": CONFIG,
     "sgd": replace(CONFIG, optimizer="sgd"),
     "lion": replace(CONFIG, optimizer="lion"),
-    "muon": replace(MUON, muon_fp32_matmul_prec=MatmulPrecision.highest),
+    "muon": replace(MUON, muon_fp32_matmul_prec="highest"),
 }
 SHAPES = ((700, 400), (1300,), (500, 600))
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanotrain.config.config import MLAConfig, MoEConfig
+from nanotrain.config.model import MLAConfig, MoEConfig
 from nanotrain.inference.cache import KVCache
 from tests.model.building import GPT2, LLAMA, QWEN3, VOCAB, build, randomize
 

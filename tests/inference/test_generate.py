@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from nanotrain.config.config import MoEConfig
+from nanotrain.config.model import MoEConfig
 from nanotrain.data.tokenizer import ByteTokenizer
 from nanotrain.errors import DataError
 from nanotrain.inference.cache import KVCache

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanotrain.config.config import ModelConfig, MoEConfig
+from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.inference.score import log_likelihoods, rolling_windows
 from nanotrain.model.parameters import initialize
 from nanotrain.model.transformer import Stage, build_stage

@@ -7,7 +7,7 @@ import torch
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.group import Group
 from nanotrain.config.config import Config, DataConfig
-from nanotrain.config.model import Activation, ModelConfig, MoEConfig, Normalization, PositionEmbedding
+from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.config.schema import to_dict
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.spec.parameters import declare_model
@@ -18,10 +18,10 @@ SIZES |= {"make_vocab_size_divisible_by": 1, "ffn_hidden_size": 32}
 LLAMA = ModelConfig(**SIZES, num_query_groups=2, qk_layernorm=True, untie_embeddings_and_output_weights=True)
 GPT2 = ModelConfig(
     **SIZES,
-    normalization=Normalization.LayerNorm,
-    activation=Activation.gelu,
+    normalization="LayerNorm",
+    activation="gelu",
     add_bias_linear=True,
-    position_embedding_type=PositionEmbedding.learned_absolute,
+    position_embedding_type="learned_absolute",
 )
 EXPERTS = {"num_experts": 4, "ffn_hidden_size": 24, "shared_expert_intermediate_size": 12, "shared_expert_gate": True}
 ROUTER = {"router_enable_expert_bias": True, "router_score_function": "sigmoid"}

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import CheckpointConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from nanotrain.config.config import CheckpointConfig, Config, DataConfig, OptimConfig, TrainConfig
+from nanotrain.config.model import ModelConfig
 from nanotrain.config.schema import ENTRIES, config_from_dict, to_dict
 from nanotrain.data.batch import Sample
 from nanotrain.data.build import DatasetSplits

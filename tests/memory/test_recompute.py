@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanotrain.config.config import NormPlacement
 from nanotrain.memory.recompute import Recompute, recompute_modules
 from tests.model.building import LLAMA, build
 from tests.train.saved_tensors import SavedTensors
@@ -83,7 +82,7 @@ def test_the_random_state_is_neither_saved_nor_set(monkeypatch: pytest.MonkeyPat
 
 
 def test_modules_of_a_block_are_recomputed_under_their_names_and_absent_ones_left_out():
-    config = replace(LLAMA, norm_placement=NormPlacement.post)
+    config = replace(LLAMA, norm_placement="post")
     stage, recompute = build(config), Recompute()
     block, names = stage.layers["0"], [name for name, _ in stage.named_parameters()]
     recompute_modules(block, ["core_attn", "mlp", "moe", "layernorm", "mla_up_proj", "moe_act"], recompute=recompute)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from nanotrain.config.config import Activation, ModelConfig, Normalization, PositionEmbedding, YarnConfig
+from nanotrain.config.model import ModelConfig, YarnConfig
 from nanotrain.data.batch import Batch
 from nanotrain.model.parameters import initialize
 from nanotrain.model.transformer import Stage, build_stage
@@ -29,7 +29,7 @@ LLAMA3 = replace(
 )
 YARN = replace(
     LLAMA,
-    position_embedding_type=PositionEmbedding.yarn,
+    position_embedding_type="yarn",
     yarn=YarnConfig(rotary_scaling_factor=4.0, original_max_position_embeddings=16),
 )
 QWEN2 = replace(LLAMA, add_qkv_bias=True, rotary_base=1000000.0)
@@ -40,9 +40,9 @@ GPT2 = ModelConfig(
     num_attention_heads=4,
     max_position_embeddings=64,
     vocab_size=VOCAB,
-    position_embedding_type=PositionEmbedding.learned_absolute,
-    normalization=Normalization.LayerNorm,
-    activation=Activation.gelu_tanh,
+    position_embedding_type="learned_absolute",
+    normalization="LayerNorm",
+    activation="gelu_tanh",
     add_bias_linear=True,
 )
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "llama3": LLAMA3, "qwen2": QWEN2, "qwen3": QWEN3}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import Activation, ModelConfig, MoEConfig, RouterScore
+from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.model.context import LayerContext, ModelParallel
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.parameters import Parameters
@@ -31,7 +31,7 @@ DEEPSEEK = replace(
     moe=replace(
         DROPLESS.moe,
         shared_expert_intermediate_size=40,
-        router_score_function=RouterScore.sigmoid,
+        router_score_function="sigmoid",
         router_num_groups=4,
         router_group_topk=3,
         router_topk_scaling_factor=2.5,
@@ -42,7 +42,7 @@ DEEPSEEK = replace(
 )
 GELU = replace(
     DROPLESS,
-    activation=Activation.gelu,
+    activation="gelu",
     add_bias_linear=True,
     moe=replace(DROPLESS.moe, ffn_hidden_size=22, z_loss_coeff=0.2),  # 22: the looped kernel
 )

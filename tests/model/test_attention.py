@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanotrain.config.config import ModelConfig
+from nanotrain.config.model import ModelConfig
 from nanotrain.memory.recompute import Recompute, recompute_modules
 from nanotrain.model.attention import _rows
 from nanotrain.model.context import BatchContext, LayerContext, ModelParallel

@@ -12,8 +12,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 
 from nanotrain.comm.collectives import all_reduce
-from nanotrain.config.config import MLAConfig, ModelConfig, Normalization
 from nanotrain.config.load import load_config
+from nanotrain.config.model import MLAConfig, ModelConfig
 from nanotrain.kernels.deferred_wgrad import WgradQueue, accumulate_wgrads
 from nanotrain.model.context import LayerContext, ModelParallel
 from nanotrain.model.mla import MultiLatentAttention
@@ -43,7 +43,7 @@ SHAPES = {
     "latent": LATENT,
     "direct": DIRECT,
     "wide values": replace(LATENT, mla=replace(LATENT.mla, v_head_dim=14)),
-    "biased norms": replace(LATENT, normalization=Normalization.LayerNorm),
+    "biased norms": replace(LATENT, normalization="LayerNorm"),
 }
 THEIRS = {
     "query": "q_proj",

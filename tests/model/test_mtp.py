@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanotrain.comm.group import Group
-from nanotrain.config.config import MTPConfig
+from nanotrain.config.model import MTPConfig
 from nanotrain.data.batch import Batch
 from nanotrain.model.context import BatchContext, LayerContext
 from nanotrain.model.transformer import Stage

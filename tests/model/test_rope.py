@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanotrain.config.config import MLAConfig, ModelConfig, YarnConfig
+from nanotrain.config.model import MLAConfig, ModelConfig, YarnConfig
 from nanotrain.model.rope import Rotary, RotaryTables, apply_rotary, inverse_frequencies
 from tests.model.building import LLAMA, LLAMA3, YARN
 

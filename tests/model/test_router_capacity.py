@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanotrain.comm.group import Group
-from nanotrain.config.config import MoEConfig
+from nanotrain.config.model import MoEConfig
 from nanotrain.model.router import drop_over_capacity, expert_capacity
 from nanotrain.parallel.ep.token_dispatcher import Routing
 

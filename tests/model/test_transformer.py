@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanotrain.attention.sdpa import SDPAttention
-from nanotrain.config.config import ModelConfig
+from nanotrain.config.model import ModelConfig
 from nanotrain.data.batch import Batch
 from nanotrain.model.context import BatchContext, LayerContext, ModelParallel
 from nanotrain.model.parameters import Parameters

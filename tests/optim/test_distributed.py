@@ -13,7 +13,8 @@ from torch import Tensor
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import DType, OptimConfig, ParallelConfig, PrecisionConfig
+from nanotrain.config.config import OptimConfig, PrecisionConfig
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.optim.distributed import ROW_NUMEL, DistributedOptimizer, clip_factor, squared_norm
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.precision.dtypes import DTYPE_NAMES, Precision
@@ -34,9 +35,7 @@ class Trainee:
     def __init__(self, ctx: ParallelContext, strategy: str, **options) -> None:
         dtype, config = options.pop("dtype", torch.float32), options.pop("config", CONFIG)
         precision = options.pop("precision", None)
-        precision_config = PrecisionConfig(
-            params_dtype=DType(DTYPE_NAMES[dtype]), initial_loss_scale=1024.0, hysteresis=1
-        )
+        precision_config = PrecisionConfig(params_dtype=DTYPE_NAMES[dtype], initial_loss_scale=1024.0, hysteresis=1)
         self.stage = Toy(dtype=dtype, shapes=options.pop("shapes", SHAPES)).to(options.pop("device", "cpu"))
         self.parallel: DataParallel = wrap(ctx, self.stage, strategy=strategy, dtype=dtype, **options)
         for index, param in enumerate(self.stage.parameters()):

@@ -7,7 +7,7 @@ import torch
 
 from nanotrain.comm.collectives import barrier
 from nanotrain.comm.group import Group
-from nanotrain.config.config import MuonTPMode, OptimConfig
+from nanotrain.config.config import OptimConfig
 from nanotrain.optim import state
 from nanotrain.optim.matrices import Coordinate, place
 from nanotrain.optim.matrix_update import GridGroups, WholeMatrices, grid_groups
@@ -48,7 +48,7 @@ def test_in_blockwise_mode_the_grid_ends_at_a_tensor_parallel_rank(ctx):
     reduce = groups_of(ctx, "optim")
     groups = {"groups": ctx.groups, "shards_across": False}
     assert grid_groups(reduce.shard, reduce.replicate, config=OptimConfig(), **groups).sizes.tensor == 2
-    config = replace(CONFIG, muon_tp_mode=MuonTPMode.blockwise)
+    config = replace(CONFIG, muon_tp_mode="blockwise")
     blockwise = grid_groups(reduce.shard, reduce.replicate, config=config, **groups)
     assert blockwise.sizes.tensor == 1 and blockwise.rank.tensor == 0
 

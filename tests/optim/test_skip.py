@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import ParallelConfig
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.topology.topology import Topology
 from nanotrain.train.step import train_step
 from tests.laws.worlds import Case, build_here

@@ -13,8 +13,9 @@ import torch
 from nanotrain.cli.main import main
 from nanotrain.comm.collectives import all_reduce, barrier
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import Config, ParallelConfig
+from nanotrain.config.config import Config
 from nanotrain.config.load import load
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.parallel.dp.data_parallel import gathered
 from nanotrain.parity import check as parity_module

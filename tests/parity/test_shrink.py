@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from nanotrain.config.compose import config_dir
-from nanotrain.config.config import Config, DType
+from nanotrain.config.config import Config
 from nanotrain.config.load import load
 from nanotrain.config.rules.check import check_layout, check_model, validate_for_world
 from nanotrain.config.schedules import num_microbatches
@@ -55,7 +55,7 @@ def assert_valid_and_alike(config: Config, world: int) -> None:
     assert (before.moe is None) == (after.moe is None)
     dp = world // (Topology.of(small.parallel, world).size("model") * small.parallel.context_parallel_size)
     assert num_microbatches(small.train, dp) >= 2
-    assert small.precision.params_dtype is DType.fp32
+    assert small.precision.params_dtype == "fp32"
     assert after.vocab_size is not None and after.vocab_size % 128 and after.padded_vocab_size <= 512
     assert after.head_dim <= 16 and after.hidden_size <= 512 and after.hidden_size <= 12 * after.num_attention_heads * 4
 

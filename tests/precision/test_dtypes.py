@@ -2,6 +2,7 @@
 
 import json
 import struct
+from typing import get_args
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from nanotrain.precision.dtypes import DTYPE_NAMES, SAFETENSORS_NAMES, TORCH_DTY
 
 
 def test_every_dtype_of_the_configuration_is_in_the_table():
-    assert {kind.value for kind in DType} <= set(TORCH_DTYPES)
+    assert set(get_args(DType)) <= set(TORCH_DTYPES)
 
 
 def test_names_and_torch_dtypes_are_one_to_one():
@@ -28,12 +29,12 @@ def test_safetensors_names_are_those_that_safetensors_writes(name):
 
 @pytest.mark.parametrize(("params", "separate"), [("fp32", False), ("bf16", True), ("fp16", True)])
 def test_only_16_bit_params_have_separate_main_params(params, separate):
-    precision = Precision.of(PrecisionConfig(params_dtype=DType(params)))
+    precision = Precision.of(PrecisionConfig(params_dtype=params))
     assert precision.params is TORCH_DTYPES[params]
     assert precision.has_separate_main_params is separate
 
 
 def test_gradients_and_main_params_are_fp32_by_default():
-    for kind in DType:
+    for kind in get_args(DType):
         precision = Precision.of(PrecisionConfig(params_dtype=kind))
         assert precision.grads is precision.main_grads is precision.main is torch.float32

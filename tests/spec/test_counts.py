@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nanotrain.config.config import MLAConfig, ModelConfig, MoEConfig, MTPConfig
+from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig, MTPConfig
 from nanotrain.spec.counts import flops_per_token, num_active_parameters, num_parameters, peak_flops
 from nanotrain.spec.shape import ModelShape
 from tests.model.building import GPT2, LLAMA

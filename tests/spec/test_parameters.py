@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nanotrain.config.config import MLAConfig, ModelConfig, MoEConfig, MTPConfig
+from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig, MTPConfig
 from nanotrain.spec.counts import num_parameters
 from nanotrain.spec.parameters import declare_model, declare_stage
 from nanotrain.spec.params import Constant, Normal, ParamSpec, Shard

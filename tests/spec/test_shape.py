@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nanotrain.config.config import Activation, MLAConfig, ModelConfig, MoEConfig
+from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig
 from nanotrain.errors import ConfigError
 from nanotrain.spec.shape import ModelShape
 from tests.model.building import GPT2, LLAMA
@@ -49,4 +49,4 @@ def test_heads_fewer_than_ranks_are_replicated() -> None:
 
 def test_an_unknown_vocabulary_is_an_error() -> None:
     with pytest.raises(ConfigError, match="vocab"):
-        ModelShape.of(ModelConfig(activation=Activation.gelu))
+        ModelShape.of(ModelConfig(activation="gelu"))

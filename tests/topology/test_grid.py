@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy import arange
 
-from nanotrain.config.config import ParallelConfig
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.errors import TopologyError
 from nanotrain.topology.grid import Grid, arrange
 from nanotrain.topology.topology import Topology

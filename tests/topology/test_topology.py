@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.config.config import ParallelConfig, ShardingStrategy
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.errors import TopologyError
 from nanotrain.topology.groups import GROUP_NAMES
 from nanotrain.topology.topology import CONTROL_FAN_OUT, Topology, control_levels, partitions
@@ -14,7 +14,7 @@ from tests.harness import parallel_config
 
 
 def topology_of(world_size: int, *, strategy: str = "optim", **fields: object) -> Topology:
-    parallel = ParallelConfig(data_parallel_sharding_strategy=ShardingStrategy(strategy), **fields)  # type: ignore[arg-type]
+    parallel = ParallelConfig(data_parallel_sharding_strategy=strategy, **fields)  # type: ignore[arg-type]
     return Topology.of(parallel, world_size)
 
 

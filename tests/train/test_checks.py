@@ -39,7 +39,7 @@ def test_a_missing_package_is_named_before_the_run(monkeypatch):
         check_prometheus(start)
 
 
-def precision(recipe: str, name: Fp8Format = Fp8Format.e4m3) -> Fp8Config:
+def precision(recipe: str, name: Fp8Format = "e4m3") -> Fp8Config:
     return Fp8Config(format=name, recipe=recipe)
 
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from nanotrain.cli.main import main
 from nanotrain.cli.trained import evaluation_config
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import ParallelConfig
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_line
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.data.tokenizer import ByteTokenizer
 from nanotrain.errors import DataError
 from nanotrain.inference.checkpoint import export_checkpoint, open_model

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nanotrain.config.config import Config, DataConfig, ModelConfig
+from nanotrain.config.config import Config, DataConfig
+from nanotrain.config.model import ModelConfig
 from nanotrain.spec.counts import flops_per_token
 from nanotrain.spec.shape import ModelShape
 from nanotrain.train.batches import StepSettings

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from math import ceil, lcm
 from typing import Any
 
-from nanotrain.config.config import Config, LoadBalancing, ModelConfig
+from nanotrain.config.config import Config
+from nanotrain.config.model import ModelConfig
 from nanotrain.config.notation import count_mtp_layers, read_pipeline_layout
 from nanotrain.config.parallel import DISCARDED_MODULES
 from nanotrain.config.schedules import length_schedule
@@ -85,7 +86,7 @@ def channels_with_pairs(v: Values) -> int:
 def has_different_losses(v: Values) -> bool:
     """Whether the load-balancing losses are one, or several that are different and not none."""
     losses = v.moe_router_load_balancing_type
-    return len(losses) == 1 or len({*losses} - {LoadBalancing.none}) == len(losses) > 0
+    return len(losses) == 1 or len({*losses} - {"none"}) == len(losses) > 0
 
 
 def sequence_parts(v: Values) -> int:
@@ -217,7 +218,7 @@ SIZES: dict[str, Callable[[Values], Any]] = {
     "bf16_layers": lambda v: v.num_layers_at_start_in_bf16 + v.num_layers_at_end_in_bf16,
     "odd_sizes": odd_sizes,
     "odd_sizes_text": lambda v: ", ".join(f"{name} is {size}" for name, size in v.odd_sizes),
-    "reduces_in_fp32": lambda v: v.params_dtype.value == "fp32" or v.config.precision.accumulates_grads_in_fp32,
+    "reduces_in_fp32": lambda v: v.params_dtype == "fp32" or v.config.precision.accumulates_grads_in_fp32,
     # the update rule of the parameters that Muon leaves, or of all
     "scalar_rule": lambda v: v.muon_scalar_optimizer if v.optimizer == "muon" else v.optimizer,
     "has_split": has_split,

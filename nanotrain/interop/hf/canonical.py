@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from nanotrain.config.config import ModelConfig, MoEConfig, PositionEmbedding, RouterScore
+from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.config.notation import write_pattern
 from nanotrain.config.schema import without_absent
 from nanotrain.spec.shape import ModelShape
@@ -64,7 +64,7 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
     if scale is not None and math.isclose(scale, shape.head_dim**-0.5) and not is_mla:
         model_config = replace(model_config, softmax_scale=None)
     model_config = replace(model_config, no_rope_freq=write_pattern(without) if any(without) else "0")
-    has_rope, is_rope = model_config.has_rope, position is PositionEmbedding.rope
+    has_rope, is_rope = model_config.has_rope, position == "rope"
     without_effect = {
         ("rotary_base", "rotary_base_local", "no_rope_freq"): not has_rope,
         ("rotary_percent",): not has_rope or is_mla,
@@ -92,7 +92,7 @@ def _canonical_experts(moe: MoEConfig, shape: ModelShape) -> MoEConfig:
         moe = replace(moe, shared_expert_gate=MoEConfig().shared_expert_gate)
     if not moe.router_enable_expert_bias:
         moe = replace(moe, router_bias_update_rate=MoEConfig().router_bias_update_rate)
-    if moe.router_score_function is RouterScore.sigmoid:
+    if moe.router_score_function == "sigmoid":
         moe = replace(moe, router_pre_softmax=MoEConfig().router_pre_softmax)
     return moe
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import tokenizers
 
-from nanotrain.config.config import ModelConfig
+from nanotrain.config.model import ModelConfig
 from nanotrain.config.schema import value_of, with_values
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical, free_keys

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from nanotrain.config.config import ModelConfig, MTPConfig
+from nanotrain.config.model import ModelConfig, MTPConfig
 from nanotrain.config.schema import (
     KEYS,
     config_from_dict,

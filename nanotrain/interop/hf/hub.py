@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nanotrain.config.config import ModelConfig
+from nanotrain.config.model import ModelConfig
 from nanotrain.data.tokenizer import first_line, go_offline_if_unreachable
 from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.runs.files import write_text

@@ -15,7 +15,8 @@ from torch import Tensor
 from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.checkpoint.rewrite import write_checkpoint
 from nanotrain.checkpoint.write import ChunkWrite
-from nanotrain.config.config import CheckpointConfig, Config, DataConfig, ModelConfig
+from nanotrain.config.config import CheckpointConfig, Config, DataConfig
+from nanotrain.config.model import ModelConfig
 from nanotrain.config.schema import to_dict
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.families import FAMILIES, Family, model_from_hf, read_config

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from nanotrain.config.config import ModelConfig
+from nanotrain.config.model import ModelConfig
 from nanotrain.config.schema import flat_values
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import resolved

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from nanotrain.config.config import ModelConfig
+from nanotrain.config.model import ModelConfig
 from nanotrain.spec.boxes import Box
 from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.shape import ModelShape

@@ -11,7 +11,7 @@ import math
 from functools import partial
 from typing import Any
 
-from nanotrain.config.config import Activation, ModelConfig, MoEConfig, PositionEmbedding, YarnConfig
+from nanotrain.config.model import ModelConfig, MoEConfig, YarnConfig
 from nanotrain.config.notation import write_pattern
 from nanotrain.config.schema import value_of, with_values
 from nanotrain.interop.hf.canonical import resolved
@@ -71,7 +71,7 @@ def read_rope(raw: Raw, *, has_partial: bool = False) -> Values:
 
 
 def _read_yarn(rope: Raw, values: Values) -> Values:
-    values["position_embedding_type"] = PositionEmbedding.yarn
+    values["position_embedding_type"] = "yarn"
     values["yarn.correction_range_round_to_int"] = bool(rope.get("truncate", True))
     if rope.get("mscale") and rope.get("mscale_all_dim"):  # transformers ignores one without the other
         values |= {"yarn.mscale": float(rope["mscale"]), "yarn.mscale_all_dim": float(rope["mscale_all_dim"])}
@@ -288,10 +288,10 @@ def _write_scale(model_config: ModelConfig) -> Values:
 
 # Names of the activations in config.json.
 ACTIVATIONS = {
-    "gelu": Activation.gelu,
-    "gelu_new": Activation.gelu_tanh,
-    "gelu_pytorch_tanh": Activation.gelu_tanh,
-    "gelu_fast": Activation.gelu_tanh,
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
 }
 
 
@@ -303,7 +303,7 @@ def _read_activation(raw: Raw) -> Values:
 
 
 def _write_activation(model_config: ModelConfig) -> Values:
-    return {"activation_function": "gelu" if model_config.activation is Activation.gelu else "gelu_new"}
+    return {"activation_function": "gelu" if model_config.activation == "gelu" else "gelu_new"}
 
 
 def _read_heads(raw: Raw) -> Values:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
-from nanotrain.config.config import AmaxAlgo, Fp8Config
+from nanotrain.config.config import Fp8Config
 from nanotrain.kernels.fp8.quantize import Quantized, inverse_scales
 from nanotrain.precision.fp8 import FP8_FORMATS, GROUPED_CAPABILITY, RECIPES, Block, Fp8Dtypes, Recipe
 
@@ -180,11 +180,11 @@ def fp8_options(
     recipe = RECIPES[fp8.recipe]
     return Fp8Options(
         recipe,
-        FP8_FORMATS[fp8.format.value],
+        FP8_FORMATS[fp8.format],
         wgrad=fp8.wgrad,
         margin=fp8.margin,
         history_length=fp8.amax_history_len,
-        uses_largest=fp8.amax_compute_algo is AmaxAlgo.max,
+        uses_largest=fp8.amax_compute_algo == "max",
         has_grouped_mm=capability in (None, GROUPED_CAPABILITY),
         reduce_amax=_share(recipe, sequence, etp=Group.single_rank("etp")),
     )

@@ -14,7 +14,8 @@ from typing import Self
 from torch import nn
 
 from nanotrain.comm.group import Group
-from nanotrain.config.config import ParallelConfig, PrecisionConfig
+from nanotrain.config.config import PrecisionConfig
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.parallel.dp.layout import LayoutRules
 from nanotrain.precision.dtypes import Precision
 
@@ -91,7 +92,7 @@ class DataParallelOptions:
         # fp32 gradients are summed in fp32 by any reduce-scatter
         is_low_precision = Precision.of(precision).grads.itemsize < MAX_GRAD_BYTES
         return cls(
-            strategy=STRATEGIES[parallel.data_parallel_sharding_strategy.value],
+            strategy=STRATEGIES[parallel.data_parallel_sharding_strategy],
             overlap_grad_reduce=parallel.overlap_grad_reduce,
             overlap_param_gather=parallel.overlap_param_gather,
             averages=parallel.ddp_average_in_collective,
@@ -111,5 +112,5 @@ def layout_rules(parallel: ParallelConfig, *, num_shards: int, num_outer_shards:
         num_outer_shards=num_outer_shards,
         bucket_size=parallel.ddp_bucket_size,
         pad_for_high_busbw=parallel.ddp_pad_buckets_for_high_nccl_busbw,
-        gathers_by_unit=STRATEGIES[parallel.data_parallel_sharding_strategy.value].shard_params,
+        gathers_by_unit=STRATEGIES[parallel.data_parallel_sharding_strategy].shard_params,
     )

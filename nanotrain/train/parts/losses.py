@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanotrain.comm.group import Group
-from nanotrain.config.config import ModelConfig
+from nanotrain.config.model import ModelConfig
 from nanotrain.data.batch import Batch
 from nanotrain.data.build import source_names
 from nanotrain.model.mtp import MTPLayer

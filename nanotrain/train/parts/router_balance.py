@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import MoEConfig
+from nanotrain.config.model import MoEConfig
 from nanotrain.model.router_stats import SCALARS, HasRouterState, expert_biases, routers_of
 from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import Update

@@ -8,7 +8,6 @@ Recomputation (docs/recompute.md) saves less, but during a backward the recomput
 from dataclasses import dataclass
 
 from nanotrain.attention.backends import AttentionChoice, AttentionDevice, installed_torch
-from nanotrain.config.config import Activation, RecomputeGranularity
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.parallel.tp.loss import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
 from nanotrain.precision.dtypes import Precision
@@ -64,7 +63,7 @@ class Activations:
         further = self._further(range(0) if not spec.has_head else self.shape.mtp_layers)
         head, complete_head = head + further.kept, head + further.complete
         complete = [self.block(layer) for layer in spec.layers]
-        if self.config.memory.recompute_granularity is RecomputeGranularity.full:
+        if self.config.memory.recompute_granularity == "full":
             block_input = self.outside * self.width
             groups = [[complete[i] for i in group] for group in recomputed_groups(self.config, len(complete))]
             num_grouped = sum(map(len, groups))
@@ -86,7 +85,7 @@ class Activations:
         # inputs of both norms (embeddings, hidden states), their statistics, and their concatenated outputs
         around = self.outside * (4 * self.width + 2 * FP32) + self.head()
         complete = [self.block(layer) for layer in layers]
-        if self.config.memory.recompute_granularity is RecomputeGranularity.full:
+        if self.config.memory.recompute_granularity == "full":
             selective = [self.outside * self.width] * len(complete)
         else:
             selective = [self.block(layer, self.modules) for layer in layers]
@@ -212,7 +211,7 @@ class Activations:
         model = self.config.model
         if not self.shape.is_gated:
             return 2
-        is_swiglu = model.activation is Activation.swiglu and not model.glu_linear_offset
+        is_swiglu = model.activation == "swiglu" and not model.glu_linear_offset
         return 4 - is_swiglu + 2 * (model.activation_func_clamp_value is not None)
 
     def _experts(self, modules: Modules) -> int:

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from nanotrain.config.config import Config, MemoryConfig, RecomputeGranularity, ShardingStrategy
+from nanotrain.config.config import Config
+from nanotrain.config.parallel import MemoryConfig, RecomputeGranularity, ShardingStrategy
 from nanotrain.config.rules.check import check_layout
 from nanotrain.config.schedules import num_microbatches
 from nanotrain.config.schema import with_values
@@ -229,7 +230,7 @@ def _describe_recompute(memory: MemoryConfig) -> str:
     if memory.recompute_granularity is None:
         return ""
     modules = memory.recomputed_modules
-    return " ".join([memory.recompute_granularity.value, *modules])
+    return " ".join([memory.recompute_granularity, *modules])
 
 
 @dataclass(frozen=True)
@@ -243,15 +244,15 @@ class _Change:
 
 def _changes(config: Config, world_size: int) -> tuple[list[_Change], ...]:
     """Changes of strategy, recomputation, micro-batch, tensor parallelism and ranks; per kind the smallest first."""
-    parallel, strategies = config.parallel, list(ShardingStrategy)
+    parallel, strategies = config.parallel, get_args(ShardingStrategy)
     stronger = strategies[strategies.index(parallel.data_parallel_sharding_strategy) + 1 :]
     flag, doubled = "--data-parallel-sharding-strategy", [2**power for power in range(1, 9)]
     smaller = [config.train.micro_batch_size // n for n in doubled if config.train.micro_batch_size % n == 0]
     tp_sizes = [n for n in doubled[:4] if n > parallel.tensor_model_parallel_size]
-    granularities: list[RecomputeGranularity | None] = [None, RecomputeGranularity.selective, RecomputeGranularity.full]
+    granularities: list[RecomputeGranularity | None] = [None, "selective", "full"]
     more = granularities[granularities.index(config.memory.recompute_granularity) + 1 :]
     return (
-        [_Change(f"{flag} {each.value}", {"parallel.data_parallel_sharding_strategy": each}) for each in stronger],
+        [_Change(f"{flag} {each}", {"parallel.data_parallel_sharding_strategy": each}) for each in stronger],
         [_recompute_change(each) for each in more if each is not None],
         [_Change(f"--micro-batch-size {n}", {"train.micro_batch_size": n}) for n in smaller],
         [
@@ -266,8 +267,8 @@ def _changes(config: Config, world_size: int) -> tuple[list[_Change], ...]:
 
 
 def _recompute_change(granularity: RecomputeGranularity) -> _Change:
-    values = {"memory.recompute_granularity": granularity, "memory.recompute_modules": []}
-    return _Change(f"--recompute-granularity {granularity.value}", values)
+    values: dict[str, Any] = {"memory.recompute_granularity": granularity, "memory.recompute_modules": []}
+    return _Change(f"--recompute-granularity {granularity}", values)
 
 
 def _find_fitting(config: Config, world_size: int, *, pp_rank: int, device: str, available: int) -> list[str]:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from nanotrain.attention.backends import backend_flags
-from nanotrain.config.config import Config, OuterShardingStrategy, ParallelConfig
+from nanotrain.config.config import Config
 from nanotrain.config.notation import read_pipeline_layout
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.config.rules.check import OPEN_NAMES
 from nanotrain.config.schedules import batch_schedule, global_batch_size, length_schedule, samples_of_steps
 from nanotrain.config.schema import ENTRIES, check_choice, value_of
@@ -267,7 +268,7 @@ def _plan_stages(config: Config, topology: Topology, *, rank: int, shape: ModelS
         declared = declare_stage(
             shape,
             spec,
-            dtype=config.precision.params_dtype.value,
+            dtype=config.precision.params_dtype,
             tensor_parallel_size=sizes["tp"],
             sequence_parallel=parallel.sequence_parallel,
         )
@@ -297,7 +298,7 @@ def _plan_buffers(
     """The buffers of a stage: dense, dense in fp8, experts, experts in fp8; those that have parameters."""
     parallel, fp8_names = config.parallel, set(fp8_gathered(params, config))
     pairs = (groups["dp_shard"], groups["dp_replicate"]), (groups["expert_dp_shard"], groups["expert_dp_replicate"])
-    is_outer_sharded = parallel.outer_dp_sharding_strategy is OuterShardingStrategy.optim
+    is_outer_sharded = parallel.outer_dp_sharding_strategy == "optim"
     for is_expert, is_fp8 in product((False, True), (False, True)):
         shard, replicate = pairs[is_expert]
         chosen = [

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from nanotrain.comm.group import reduced_bytes
-from nanotrain.config.config import RecomputeGranularity
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.optim.matrix_update import WholeMatrices, grid_groups, plan_matrices
 from nanotrain.parallel.dp.fp8_weights import scales_shape
@@ -158,7 +157,7 @@ def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
         value_head_dim=plan.shape.value_head_dim,
         itemsize=Precision.of(config.precision).params.itemsize,
     )
-    is_full = config.memory.recompute_granularity is RecomputeGranularity.full
+    is_full = config.memory.recompute_granularity == "full"
     # a core attention that runs again alone, not in a layer, ends at its last saved tensor: the output is not sent
     unsent = 0 if is_full or config.parallel.cp_comm_type != "a2a" else layer.output_bytes(size)
     num_layers, again = len(_layers(plan)), len(recomputed_layers(plan, "core_attn"))
@@ -191,7 +190,7 @@ def experts(plan: Plan) -> Iterator[tuple[Key, int]]:
 def recomputed_layers(plan: Plan, module: str) -> list[int]:
     """The layers of this rank in which a module runs again in the backward."""
     config = plan.config
-    if config.memory.recompute_granularity is RecomputeGranularity.full:
+    if config.memory.recompute_granularity == "full":
         return [
             layers[i]
             for stage in plan.stages
@@ -302,7 +301,7 @@ def bucket_gathers(plan: Plan, stage: StagePlan, *, layout: BufferLayout) -> lis
     if not options.strategy.shard_params:
         return [1] * len(layout.buckets)
     first, groups = int(stage.spec.has_embedding), []
-    if plan.config.memory.recompute_granularity is RecomputeGranularity.full:
+    if plan.config.memory.recompute_granularity == "full":
         groups = recomputed_groups(plan.config, len(stage.spec.layers))
     units = stage_units(stage, layout)
     counts = step_gathers(

@@ -250,14 +250,14 @@ def test_the_longest_stage_is_that_of_the_split(num_layers, pp, first):
 def test_the_flags_of_megatron_lm():
     line = "--mock-data --vocab-size 512 --recompute-granularity full --recompute-method block --recompute-num-layers 2"
     memory = load_config(line.split()).memory
-    assert (memory.recompute_granularity.value, memory.recompute_method.value, memory.recompute_num_layers) == (
+    assert (memory.recompute_granularity, memory.recompute_method, memory.recompute_num_layers) == (
         "full",
         "block",
         2,
     )
     line = "--mock-data --vocab-size 512 --recompute-activations --recompute-modules core_attn layernorm"
     memory = load_config(line.split()).memory
-    assert memory.recompute_granularity.value == "selective" and memory.recompute_modules == ["core_attn", "layernorm"]
+    assert memory.recompute_granularity == "selective" and memory.recompute_modules == ["core_attn", "layernorm"]
     with pytest.raises(ConfigError, match="--recompute-activations contradicts"):
         load_config([*line.split(), "--recompute-granularity", "full"])
 

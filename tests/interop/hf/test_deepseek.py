@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Glm4MoeForCausalLM
 
-from nanotrain.config.config import ModelConfig, MTPConfig
 from nanotrain.config.load import load as load_config
+from nanotrain.config.model import ModelConfig, MTPConfig
 from nanotrain.errors import HuggingFaceError
 from nanotrain.inference.checkpoint import export_checkpoint, load_stage, open_model
 from nanotrain.interop.hf.canonical import canonical

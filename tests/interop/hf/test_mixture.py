@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from nanotrain.comm.group import Group
-from nanotrain.config.config import ModelConfig
 from nanotrain.config.load import load
+from nanotrain.config.model import ModelConfig
 from nanotrain.interop.hf.canonical import canonical
 from nanotrain.interop.hf.export import export_weights
 from nanotrain.interop.hf.families import FAMILIES, config_from_hf, config_to_hf, family_of, model_from_hf

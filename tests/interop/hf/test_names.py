@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.config.config import MoEConfig
+from nanotrain.config.model import MoEConfig
 from nanotrain.interop.hf.families import FAMILIES, family_of
 from nanotrain.interop.hf.names import TensorMapping, map_parameters
 from nanotrain.spec.boxes import Box

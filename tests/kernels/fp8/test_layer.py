@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nanotrain.comm.group import Group
-from nanotrain.config.config import AmaxAlgo, Fp8Config, Fp8Format
+from nanotrain.config.config import Fp8Config
 from nanotrain.kernels.fp8.layer import (
     ExpertRange,
     Fp8Layer,
@@ -111,12 +111,12 @@ def test_other_recipes_keep_nothing() -> None:
 
 
 SEQUENCE, ETP = Group.single_rank("tp_cp"), Group.single_rank("etp")
-DELAYED = Fp8Config(format=Fp8Format.hybrid, amax_history_len=4)
+DELAYED = Fp8Config(format="hybrid", amax_history_len=4)
 
 
 def test_options_are_those_of_the_configuration() -> None:
     assert fp8_options(None, sequence=SEQUENCE) is None
-    options = fp8_options(replace(DELAYED, margin=1, amax_compute_algo=AmaxAlgo.max), sequence=SEQUENCE)
+    options = fp8_options(replace(DELAYED, margin=1, amax_compute_algo="max"), sequence=SEQUENCE)
     assert options is not None
     assert (options.margin, options.history_length, options.uses_largest) == (1, 4, True)
     assert options.dtypes.backward is torch.float8_e5m2

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import ParallelConfig
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.parallel.dp.data_parallel import MAX_REDUCTIONS, DataParallel, gathered
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions

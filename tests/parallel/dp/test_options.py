@@ -1,8 +1,11 @@
 """The options of a wrapper follow from the configuration."""
 
+from typing import get_args
+
 import pytest
 
-from nanotrain.config.config import DType, ParallelConfig, PrecisionConfig, ShardingStrategy
+from nanotrain.config.config import PrecisionConfig
+from nanotrain.config.parallel import ParallelConfig, ShardingStrategy
 from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions
 
 
@@ -16,12 +19,12 @@ def test_units_are_prefetched_only_if_the_gather_overlaps(overlaps: bool, depth:
 @pytest.mark.parametrize("in_bf16", [False, True])
 def test_only_gradients_below_fp32_are_reduced_by_all_to_all(in_bf16: bool) -> None:
     parallel = ParallelConfig(reduce_scatter_with_fp32_accumulation=True)
-    precision = PrecisionConfig(params_dtype=DType.bf16, grad_reduce_in_bf16=in_bf16)
+    precision = PrecisionConfig(params_dtype="bf16", grad_reduce_in_bf16=in_bf16)
     assert DataParallelOptions.of(parallel, precision).by_all_to_all is in_bf16
 
 
 def test_every_strategy_of_the_configuration_has_traits():
-    assert set(STRATEGIES) == {strategy.value for strategy in ShardingStrategy}
+    assert set(STRATEGIES) == set(get_args(ShardingStrategy))
 
 
 def test_each_strategy_shards_what_the_one_before_it_shards_and_more():

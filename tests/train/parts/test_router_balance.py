@@ -3,7 +3,7 @@
 import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import ParallelConfig
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.topology.topology import Topology
 from nanotrain.train.step import train_step
 from tests.harness import SHORT_NAMES, run_ranks

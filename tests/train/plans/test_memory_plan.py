@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from nanotrain.config.config import RecomputeGranularity
 from nanotrain.config.load import load
 from nanotrain.config.schema import with_values
 from nanotrain.errors import ConfigError
@@ -123,7 +122,7 @@ def test_recomputation_keeps_less_and_is_named_in_table_and_error():
     assert "in flight, recompute full" in full.table(None) and "recompute" not in kept.table(None)
     config = config_of("+config=gpt2_124m --micro-batch-size 64 --no-torch-compile")
     fix = advice(config, 8, 14 * GB)
-    changed = with_values(config, {"memory.recompute_granularity": RecomputeGranularity.full})
+    changed = with_values(config, {"memory.recompute_granularity": "full"})
     assert f"--recompute-granularity full ({worst_memory(changed, 8, device='cuda').total / 1e9:.2f} GB)" in fix
 
 
