@@ -10,18 +10,16 @@ import sys
 from typing import TextIO
 
 
-class _Coordinates(logging.Filter):
-    """Adds the rank's coordinates to warnings and errors; drops all other records where `quiet`."""
+class _Formatter(logging.Formatter):
+    """Begins warnings and errors with the rank's coordinates."""
 
-    def __init__(self) -> None:
+    def __init__(self, coordinates: str) -> None:
         super().__init__()
-        self.text = ""
-        self.quiet = False
+        self._prefix = f"[{coordinates}] " if coordinates else ""
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        is_warning = record.levelno >= logging.WARNING
-        record.coordinates = f"[{self.text}] " if self.text and is_warning else ""
-        return is_warning or not self.quiet
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return self._prefix + text if record.levelno >= logging.WARNING else text
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
@@ -50,11 +48,9 @@ def start_logging(*, coordinates: str = "", is_first: bool = True, level: int = 
         level: lowest level to log.
     """
     root = logging.getLogger("nanotrain")
-    prefix = _Coordinates()
-    prefix.text, prefix.quiet = coordinates, not is_first
     handler = _StandardError()
-    handler.addFilter(prefix)
-    handler.setFormatter(logging.Formatter("%(coordinates)s%(message)s"))
+    handler.setLevel(level if is_first else max(level, logging.WARNING))
+    handler.setFormatter(_Formatter(coordinates))
     root.handlers[:] = [handler]
     root.setLevel(level)
     root.propagate = False

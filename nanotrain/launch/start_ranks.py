@@ -9,7 +9,6 @@ import io
 import logging
 import os
 import signal
-import socket
 import sys
 import uuid
 from argparse import Namespace
@@ -32,7 +31,7 @@ from nanotrain.system import STOPPED, cores_per_rank, handling_signals, require_
 
 TORCH_SIGNALS = "SIGQUIT"  # torch ends the ranks
 BYTES_PER_PROCESS = 150_000_000  # measured: 160 MB are private to a process that has imported torch
-LOCAL, LOOPBACK_TIMEOUT_S = "localhost", 10.0  # where ranks of one machine meet
+LOCAL = "localhost"  # where ranks of one machine meet
 DEFAULT_PORT = 29500  # of --master-port, torchrun's
 
 
@@ -118,7 +117,6 @@ def read_options(options: Sequence[str], program: Sequence[str]) -> Namespace:
 
     Raises:
         ConfigError: an option that the parser refuses.
-        EnvironmentFault: a job of one machine that cannot connect to itself.
     """
     refused = io.StringIO()
     logs = [] if any(option.startswith(("--log-dir", "--tee", "--redirects")) for option in options) else [os.devnull]
@@ -140,24 +138,8 @@ def read_options(options: Sequence[str], program: Sequence[str]) -> Namespace:
     ):  # one machine: a free port, so that two jobs do not meet
         args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", f"{LOCAL}:0", str(uuid.uuid4())
         args.local_addr = args.local_addr or LOCAL  # torch's default is the machine's name, which may not be known
-        require_loopback()
     args.master_port = args.master_port or DEFAULT_PORT
     return args
-
-
-def require_loopback() -> None:
-    """Check that processes of this machine can connect to each other; torch would try for minutes.
-
-    Raises:
-        EnvironmentFault: they cannot.
-    """
-    try:
-        with socket.create_server((LOCAL, 0)) as server:
-            socket.create_connection((LOCAL, server.getsockname()[1]), timeout=LOOPBACK_TIMEOUT_S).close()
-    except OSError as error:
-        why = f"a connection to {LOCAL} fails: {error.strerror or error}"
-        fix = "turn the loopback interface on (ip link set lo up), and let /etc/hosts name localhost"
-        raise EnvironmentFault("the ranks of this machine cannot meet", why=why, fix=fix) from None
 
 
 def local_world_size(text: str) -> int:
@@ -184,7 +166,7 @@ def run_ranks(args: Namespace, stops: Sequence[int]) -> int:
         stops: signals that were sent on to the ranks, filled while they run.
 
     Raises:
-        ConfigError: options that contradict each other, or an invalid rendezvous endpoint.
+        ConfigError: options that contradict each other.
         EnvironmentFault: the machines of the job do not meet.
     """
     try:
@@ -198,29 +180,19 @@ def run_ranks(args: Namespace, stops: Sequence[int]) -> int:
         return exit_code(error.failures, is_stopped=bool(stops))
     except SignalException as error:  # TORCH_SIGNALS
         return 128 + int(error.sigval)
-    except ValueError as error:
-        fix = "set --rdzv-backend and --rdzv-endpoint HOST:PORT as for torchrun"
-        raise ConfigError("the machines cannot meet", why=str(error), fix=fix) from None
-    except (RendezvousError, DistError) as error:
-        raise _do_not_meet(error) from None
+    except (ValueError, RendezvousError, DistError) as error:
+        raise EnvironmentFault(
+            "the machines of this job did not meet",
+            why=f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": "),
+            fix="give all machines the same --nnodes, --rdzv-backend, --rdzv-id and --rdzv-endpoint HOST:PORT, and "
+            "check that port; on one machine leave --master-port out",
+        ) from None
     except AttributeError as error:
         if error.name != "is_failed":  # of the result, which torch does not have if this machine was not admitted
             raise
         why, fix = "the job has ended, or has all its machines", "start it with another --rdzv-id"
         raise EnvironmentFault("this machine was not admitted to the job", why=why, fix=fix) from None
     return 0
-
-
-def _do_not_meet(error: Exception) -> EnvironmentFault:
-    """The error of a rendezvous: its endpoint does not answer, its port is in use, or machines do not join it."""
-    if "EADDRINUSE" in str(error):
-        why, fix = str(error).splitlines()[0], "set --master-port to a free port, or leave it out on one machine"
-        return EnvironmentFault("the ranks cannot meet at this port", why=why, fix=fix)
-    return EnvironmentFault(
-        "the machines of this job did not meet",
-        why=f"{type(error).__name__}: {error}".rstrip(": "),
-        fix="give all machines the same --nnodes, --rdzv-id and --rdzv-endpoint HOST:PORT, and check that port",
-    )
 
 
 def exit_code(failures: Mapping[int, ProcessFailure], *, is_stopped: bool) -> int:

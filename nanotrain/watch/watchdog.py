@@ -20,7 +20,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -64,6 +64,7 @@ class Watchdog:
         self._topology, self._rank, self._heartbeat = context.topology, context.rank, context.heartbeat
         self._context, self._folder, self._hang_timeout_s, self._end = context, folder, timeout_s, end
         self._processes, self._records = share_heartbeats(context.heartbeat, context.control)
+        self._local = [process for process in self._processes if process.rank in self._records]  # of this machine
         now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         self._hang_folder = folder / f"hang-{all_gather_object(now, context.control)[0]}"
         self._stopped, self._reporting = threading.Event(), threading.Lock()
@@ -141,20 +142,15 @@ class Watchdog:
             return f"rank {self._rank} began nothing for {still_s:.0f} s (--hang-timeout-s {self._timeout_s:g})"
         if self._lost_since is not None and now - self._lost_since >= LOST_S:
             return f"rank {lost[0].rank} ended"
-        return ALARM if self._is_alarmed() else ""
+        return ALARM if any(read_record(record).is_alarmed for record in self._records.values()) else ""
 
     def _lost(self) -> list[RankProcess]:
         """The ranks of this machine whose process ended before the run did."""
         return [
             process
-            for process in self._processes
-            if process.rank in self._records
-            and not state_of(process)
-            and read_record(self._records[process.rank]).phase not in ("finished", "failed")
+            for process in self._local
+            if not state_of(process) and read_record(self._records[process.rank]).phase not in ("finished", "failed")
         ]
-
-    def _is_alarmed(self) -> bool:
-        return any(read_record(record).is_alarmed for record in self._records.values())
 
     def _report(self, reason: str) -> Diagnosis | None:
         """Write the files of this rank and, on one rank, the report; None if the run folder cannot be written."""
@@ -164,7 +160,8 @@ class Watchdog:
             with (self._hang_folder / f"rank-{self._rank:05d}.txt").open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
             self._write_records()
-            self._write_collectives()
+            collectives = [asdict(each) for each in recorded_collectives()]
+            write_text(self._hang_folder / f"collectives-{self._rank:05d}.json", json.dumps(collectives))
             _wait_until(self._all_have_written)
             self._write_records()  # the states of frozen and lost processes as they are now
             views = self._views()
@@ -182,24 +179,16 @@ class Watchdog:
         """The records of all ranks of this machine; each of its ranks writes the same."""
         records = {
             process.rank: {"state": state_of(process), "record": self._records[process.rank].tolist()}
-            for process in self._processes
-            if process.rank in self._records
+            for process in self._local
         }
         write_text(self._hang_folder / f"host-of-rank-{min(records):05d}.json", json.dumps(records))
 
-    def _write_collectives(self) -> None:
-        """Write the collectives in torch's flight recorder of this rank."""
-        collectives = [asdict(each) for each in recorded_collectives()]
-        write_text(self._hang_folder / f"collectives-{self._rank:05d}.json", json.dumps(collectives))
-
     def _recorded(self) -> dict[int, list[RecordedCollective]]:
         """The collectives in the flight recorders of all ranks that could write theirs."""
-        recorded = {}
-        for path in sorted(self._hang_folder.glob("collectives-*.json")):
-            with suppress(ValueError, KeyError, TypeError):
-                collectives = [_collective_of(each) for each in json.loads(path.read_text())]
-                recorded[int(path.stem.removeprefix("collectives-"))] = collectives
-        return recorded
+        return {
+            int(path.stem.removeprefix("collectives-")): [_collective_of(each) for each in json.loads(path.read_text())]
+            for path in sorted(self._hang_folder.glob("collectives-*.json"))
+        }
 
     def _all_have_written(self) -> bool:
         """Whether all ranks have written their stacks and collectives, and all machines their records."""
@@ -211,11 +200,9 @@ class Watchdog:
     def _views(self) -> dict[int, RankView]:
         views = {each.rank: RankView(each.rank, each.host, each.pid, "?") for each in self._processes}
         for path in sorted(self._hang_folder.glob("host-of-rank-*.json")):
-            with suppress(ValueError, KeyError, TypeError):
-                for rank, entry in json.loads(path.read_text()).items():
-                    process = self._processes[int(rank)]
-                    beat = read_record(memoryview(array("q", entry["record"])))
-                    views[process.rank] = RankView(process.rank, process.host, process.pid, entry["state"], beat)
+            for rank, entry in json.loads(path.read_text()).items():
+                beat = read_record(memoryview(array("q", entry["record"])))
+                views[int(rank)] = replace(views[int(rank)], state=entry["state"], beat=beat)
         return views
 
     def _is_writer(self) -> bool:
@@ -243,8 +230,8 @@ class Watchdog:
 
     def _end_frozen(self) -> None:
         """Kill stopped ranks of this machine: they cannot handle torchrun's SIGTERM, and it would wait for 30 s."""
-        for process in self._processes:
-            if process.rank in self._records and process.rank != self._rank and state_of(process) == "T":
+        for process in self._local:
+            if process.rank != self._rank and state_of(process) == "T":
                 with suppress(OSError):
                     os.kill(process.pid, signal.SIGKILL)
 
@@ -283,5 +270,5 @@ def watch_ranks(context: ParallelContext, folder: Path, *, timeout_s: float | No
 
 
 def _collective_of(values: dict[str, Any]) -> RecordedCollective:
-    ranks, sizes, dtypes = values.pop("ranks"), values.pop("input_sizes"), values.pop("dtypes")
-    return RecordedCollective(**values, ranks=tuple(ranks), input_sizes=tuple(map(tuple, sizes)), dtypes=tuple(dtypes))
+    """A collective from JSON, which has a list for the tuple of ranks."""
+    return RecordedCollective(**values | {"ranks": tuple(values["ranks"])})
