@@ -141,14 +141,5 @@ def export_megatron(argv: Sequence[str]) -> int:
     return 0
 
 
-CHECKPOINT_COMMANDS: dict[str, Command] = {
-    "inspect": inspect,
-    "verify": verify,
-    "diff": diff,
-    "average": average,
-    "prune": prune,
-    "import-hf": import_hf,
-    "export-hf": export_hf,
-    "export-dcp": export_dcp,
-    "export-megatron": export_megatron,
-}
+_ALL = (inspect, verify, diff, average, prune, import_hf, export_hf, export_dcp, export_megatron)
+CHECKPOINT_COMMANDS: dict[str, Command] = {command.__name__.replace("_", "-"): command for command in _ALL}

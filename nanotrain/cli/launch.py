@@ -21,23 +21,9 @@ from nanotrain.system import importing_torch
 
 # The options of torchrun that are accepted; each takes a value, except those in SWITCHES.
 OPTIONS = (
-    "--nproc-per-node",
-    "--nnodes",
-    "--node-rank",
-    "--master-addr",
-    "--master-port",
-    "--rdzv-backend",
-    "--rdzv-endpoint",
-    "--rdzv-id",
-    "--rdzv-conf",
-    "--max-restarts",
-    "--monitor-interval",
-    "--local-addr",
-    "--log-dir",
-    "--redirects",
-    "--tee",
-    "--local-ranks-filter",
-    "--numa-binding",
+    *("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--local-addr"),
+    *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--max-restarts", "--monitor-interval"),
+    *("--log-dir", "--redirects", "--tee", "--local-ranks-filter", "--numa-binding"),
 )
 SWITCHES = ("--standalone",)
 

@@ -36,7 +36,8 @@ from nanotrain.config.load import load_line, reply, to_yaml
 from nanotrain.config.rules.check import check_data_parallel_size
 from nanotrain.config.schema import check_choice
 from nanotrain.config.tables import read_table
-from nanotrain.errors import EXIT_CODE, INTERRUPTED, ConfigError, NanotrainError, report
+from nanotrain.errors import EXIT_CODE, INTERRUPTED, ConfigError, NanotrainError
+from nanotrain.errors import report as print_error
 from nanotrain.system import require_folders, run_program
 
 RUNS = argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder; several are compared")
@@ -136,19 +137,18 @@ def checkpoint(argv: Sequence[str]) -> int:
     return run_command("nanotrain checkpoint", argv, commands=CHECKPOINT_COMMANDS)
 
 
-def write_report(argv: Sequence[str]) -> int:
+def report(argv: Sequence[str]) -> int:
     """Write an HTML report of one or several runs: curves, settings, memory, checkpoints, samples."""
     output_help = "the HTML file (default: report.html in the first run folder)"
     output = argument("--output", type=Path, metavar="FILE", help=output_help)
-    args = CommandParser("report", write_report, RUNS, output).parse_args(argv)
+    args = CommandParser("report", report, RUNS, output).parse_args(argv)
     from nanotrain.report.history import RunHistory
-    from nanotrain.report.page import require_html
-    from nanotrain.report.page import write_report as write
+    from nanotrain.report.page import require_html, write_report
 
     page = args.output or args.runs[0] / "report.html"
     read = [RunHistory.read(folder) for folder in args.runs]
     require_html(page)
-    write(read, page, fix="choose another file with --output")
+    write_report(read, page, fix="choose another file with --output")
     print(page)
     return 0
 
@@ -182,7 +182,7 @@ def runs(argv: Sequence[str]) -> int:
 
 def compare(argv: Sequence[str]) -> int:
     """Compare runs in the terminal: results, the settings that differ, losses at common steps."""
-    parser = CommandParser("compare", compare, argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder"))
+    parser = CommandParser("compare", compare, RUNS)
     args = parser.parse_args(argv)
     if len(args.runs) < 2:
         parser.error("name at least two run folders")
@@ -250,23 +250,11 @@ def completion(argv: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Command] = {
-    "train": train,
-    "prepare": prepare,
-    "sweep": sweep,
-    "parity": parity,
-    "topology": topology,
-    "checkpoint": checkpoint,
-    "evaluate": evaluate,
-    "generate": generate,
-    "report": write_report,
-    "watch": watch,
-    "runs": runs,
-    "compare": compare,
-    "timeline": timeline,
-    "config": config,
-    "completion": completion,
-}
+_ALL = (
+    *(train, prepare, sweep, parity, topology, checkpoint, evaluate, generate),
+    *(report, watch, runs, compare, timeline, config, completion),
+)
+COMMANDS: dict[str, Command] = {command.__name__: command for command in _ALL}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -286,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except NanotrainError as error:
-        return report(error, quiet=os.environ.get("RANK", "0") != "0")
+        return print_error(error, quiet=os.environ.get("RANK", "0") != "0")
 
 
 if __name__ == "__main__":

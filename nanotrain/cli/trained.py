@@ -13,7 +13,7 @@ from math import lcm
 from pathlib import Path
 
 from nanotrain.cli.launch import refuse_inside_torchrun, require_no_misspelled, take_options
-from nanotrain.cli.parser import OF_FOLDER, CommandParser, count, not_negative, probability, seed
+from nanotrain.cli.parser import OF_FOLDER, CommandParser, argument, count, not_negative, probability, seed
 from nanotrain.config.config import Config, DataConfig, TrainConfig
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
@@ -43,6 +43,11 @@ GENERATED = frozenset(
     {"train.device", "precision.params_dtype", "parallel.distributed_timeout_minutes"}
     | {f"parallel.{axis}_parallel_size" for axis in ("tensor_model", "expert_model", "expert_tensor")}
     | {f"parallel.{axis}_parallel_size" for axis in ("pipeline_model", "context")}  # accepted if 1
+)
+
+MODEL = (
+    argument("path", type=Path, help="run folder, step folder, or Hugging Face folder"),
+    argument("--ema", action="store_true", help="use the moving average of the weights (--ema-decay)"),
 )
 
 
@@ -113,20 +118,18 @@ class _Command:
 
 def _evaluate_parser() -> CommandParser:
     epilog = "the flags of the layout, --seq-length, --micro-batch-size, --bf16, --device, --nproc-per-node may follow"
-    parser = CommandParser("evaluate", evaluate, epilog=epilog, elsewhere={**OF_FOLDER, "--data-path": "--data NAME"})
-    parser.add_argument("path", type=Path, help="run folder, step folder, or Hugging Face folder")
+    elsewhere = OF_FOLDER | {"--data-path": "--data NAME"}
+    parser = CommandParser("evaluate", evaluate, *MODEL, epilog=epilog, elsewhere=elsewhere)
     data_help = "prefix of token files (.bin/.idx), or text: a .txt or .jsonl file or a folder of them"
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--data", metavar="NAME", help=data_help)
     what.add_argument("--tasks", metavar="NAMES", help="tasks of lm-eval, separated by commas, on one process")
     parser.add_argument("--include-path", metavar="FOLDER", help="tasks: a folder with further tasks (YAML)")
-    parser.add_argument(
-        "--num-fewshot", type=int, choices=range(65), metavar="N", help="tasks: examples before a question"
-    )
+    fewshot_help = "tasks: examples before a question"
+    parser.add_argument("--num-fewshot", type=int, choices=range(65), metavar="N", help=fewshot_help)
     parser.add_argument("--tokenizer", help="Hugging Face name or folder, tokenizer.json; unset: the model's")
     samples_help = "windows of seq_length tokens, or documents of a task, to read; unset: all"
     parser.add_argument("--max-samples", type=count, metavar="N", help=samples_help)
-    parser.add_argument("--ema", action="store_true", help="use the moving average of the weights (--ema-decay)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
@@ -220,8 +223,7 @@ def evaluation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
 
 def _generate_parser() -> CommandParser:
     epilog = "the sizes of tensor and expert parallelism, --bf16, --device and, for shards, --nproc-per-node may follow"
-    parser = CommandParser("generate", generate, epilog=epilog, elsewhere=OF_FOLDER | OF_TOKENS)
-    parser.add_argument("path", type=Path, help="run folder, step folder, or Hugging Face folder")
+    parser = CommandParser("generate", generate, *MODEL, epilog=epilog, elsewhere=OF_FOLDER | OF_TOKENS)
     prompt_help = "the text to continue (default: none); several are sampled together and printed one after the other"
     parser.add_argument("--prompt", action="append", help=prompt_help)
     tokens_help = "largest number of tokens to generate (default: 120)"
@@ -238,7 +240,6 @@ def _generate_parser() -> CommandParser:
     parser.add_argument("--tokenizer", help="Hugging Face name or folder, tokenizer.json; unset: the run's")
     cache_help = "read the whole text again for every token, instead of keeping keys and values"
     parser.add_argument("--no-cache", action="store_true", help=cache_help)
-    parser.add_argument("--ema", action="store_true", help="use the moving average of the weights (--ema-decay)")
     return parser
 
 
