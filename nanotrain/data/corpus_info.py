@@ -105,7 +105,7 @@ def require_tokenizer_of(model: str | None, source: str) -> None:
     """Check that the token files that a model is evaluated on have its tokenizer.
 
     Args:
-        model: its tokenizer, as `load_tokenizer` takes it; None if unknown.
+        model: the tokenizer of the model, as `load_tokenizer` takes it; None if unknown.
         source: prefix of the token files; a text has no tokenizer.
 
     Raises:

@@ -31,22 +31,18 @@ def parse_data_path(entries: Sequence[str]) -> tuple[WeightedPrefix, ...]:
     Fraction(3, 10)
     """
     items = [item for entry in map(str, entries) for item in ([entry] if _is_prefix(entry) else entry.split())]
-    weights = [_weight(item) for item in items]
-    if all(weight is None for weight in weights):
+    numbers = [_weight(item) for item in items]
+    if all(number is None for number in numbers):
         return tuple(WeightedPrefix(_prefix(item)) for item in items)
-    numbers, names = weights[::2], items[1::2]
-    if len(numbers) != len(names) or None in numbers or any(weight is not None for weight in weights[1::2]):
+    weights, names = numbers[::2], items[1::2]
+    is_wrong = len(weights) != len(names) or any(number is not None for number in numbers[1::2])
+    if is_wrong or any(weight is None or weight <= 0 for weight in weights):
         raise ConfigError(
             f"--data-path {' '.join(items)} cannot be parsed",
-            why="either every prefix has a weight before it, or none has",
+            why="either every prefix has a weight above 0 before it, or none has",
             fix="write for example --data-path 0.7 web 0.3 code",
         )
-    for weight, name in zip(numbers, names, strict=True):
-        if weight is None or weight <= 0:
-            raise ConfigError(
-                f"--data-path gives {name} the weight {weight}", why="weights are above 0", fix="leave that corpus out"
-            )
-    return tuple(WeightedPrefix(_prefix(name), weight) for weight, name in zip(numbers, names, strict=True))
+    return tuple(WeightedPrefix(_prefix(name), weight) for weight, name in zip(weights, names, strict=True))
 
 
 def _weight(item: str) -> Fraction | None:

@@ -24,7 +24,7 @@ from nanotrain.data.batch import Sample
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.errors import DataError
 
-_ROUNDS = 6  # of the Feistel network
+_ROUNDS = 6  # rounds of the Feistel network
 _MASK64 = (1 << 64) - 1
 
 
@@ -98,13 +98,11 @@ class GPTDataset:
         )
 
     def _check_vocabulary(self, ids: np.ndarray, first: int) -> None:
-        low, high = int(ids.min()), int(ids.max())
-        if low >= 0 and high < self.config.vocab_size:
+        wrong = np.flatnonzero((ids < 0) | (ids >= self.config.vocab_size))
+        if not wrong.size:
             return
-        bad = high if high >= self.config.vocab_size else low
-        offset = first + int(np.argmax(ids == bad))
         raise DataError(
-            f"token id {bad} at position {offset} of {self.corpus.bin_file}",
+            f"token id {ids[wrong[0]]} at position {first + wrong[0]} of {self.corpus.bin_file}",
             why=f"the model's vocabulary has ids 0 to {self.config.vocab_size - 1}",
             fix="set --vocab-size to the tokenizer's, or prepare the corpus with the model's tokenizer",
         )

@@ -190,15 +190,13 @@ class IndexedTokens:
         if self._offsets is None:
             return
         lengths = self._lengths.astype(np.int64)
-        for name, bad in (
-            ("a negative length", lengths < 0),
-            ("a negative pointer", self._pointers < 0),
-            (f"a pointer that is no multiple of {self.dtype.itemsize}", self._pointers % self.dtype.itemsize != 0),
-        ):
-            if bad.any():
-                sequence = int(bad.argmax())
-                why = f"its length is {lengths[sequence]} (tokens), its pointer {self._pointers[sequence]} bytes"
-                raise self._damaged(f"sequence {sequence} has {name}", why=why)
+        bad = (lengths < 0) | (self._pointers < 0) | (self._pointers % self.dtype.itemsize != 0)
+        if bad.any():
+            sequence = int(bad.argmax())
+            raise self._damaged(
+                f"sequence {sequence} has length {lengths[sequence]} and pointer {self._pointers[sequence]}",
+                why=f"neither is negative, and pointers are multiples of {self.dtype.itemsize} bytes",
+            )
         needed = int(lengths.sum()) * self.dtype.itemsize
         if needed != self._file_bytes:
             raise DataError(

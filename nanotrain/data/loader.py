@@ -12,7 +12,6 @@ signal reaches the whole process group, but only the trainer may handle it.
 """
 
 import signal
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -200,9 +199,6 @@ def _fork_server() -> Any:
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
     """Block the signals to stop or to save in this process; signals that arrive meanwhile are delivered afterwards."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     # Starting the resource tracker unblocks these signals, so it has to run before they are blocked.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)

@@ -6,7 +6,7 @@ A global batch is samples [consumed, consumed + global_batch_size) in every topo
                                       dp rank 0       0  1   |       4  5   |       8  9
                                       dp rank 1       2  3   |       6  7   |      10 11
 
-With a schedule of sequence lengths the samples are the same, and the loader splits each (data/sequences.py).
+With a schedule of sequence lengths the samples are the same, and `data.batch.split_sequences` splits each.
 
 With a schedule of batch sizes the next size follows from the consumed samples too, so a run resumes in the middle of a
 ramp-up, on any number of ranks.
@@ -52,7 +52,7 @@ class SamplerConfig:
     @property
     def num_microbatches(self) -> int:
         """Microbatches per rank and global batch; of a schedule those of its last size."""
-        return self._num_microbatches_of(self.global_batch_size)
+        return -(-self.global_batch_size // (self.micro_batch_size * self.dp_size))
 
     @property
     def num_padded(self) -> int:
@@ -69,10 +69,7 @@ class SamplerConfig:
 
     def num_microbatches_at(self, consumed_samples: int) -> int:
         """Microbatches per rank of the global batch that starts at `consumed_samples`."""
-        return self._num_microbatches_of(self.size_at(consumed_samples))
-
-    def _num_microbatches_of(self, size: int) -> int:
-        return -(-size // (self.micro_batch_size * self.dp_size))
+        return -(-self.size_at(consumed_samples) // (self.micro_batch_size * self.dp_size))
 
 
 def microbatch_samples(config: SamplerConfig, *, consumed_samples: int, microbatch: int) -> list[int]:

@@ -104,19 +104,13 @@ def read_header(path: Path) -> IndexHeader:
             fix="give the prefix of files that `nanotrain prepare` or Megatron-LM wrote",
         )
     _, version, code, num_sequences, num_document_indices = HEADER.unpack(start)
+    fix = "write the corpus again with `nanotrain prepare`"
     if version != VERSION:
-        raise DataError(
-            f"{path} is of index version {version}",
-            why=f"only version {VERSION} is supported",
-            fix="write the corpus again with `nanotrain prepare`",
-        )
+        raise DataError(f"{path} is of index version {version}", why=f"only version {VERSION} is supported", fix=fix)
     if code not in DTYPES or DTYPES[code].kind == "f":
         name = DTYPES[code].name if code in DTYPES else "unknown"
-        raise DataError(
-            f"{path} has tokens of dtype code {code} ({name})",
-            why="token ids are integers: codes 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16",
-            fix="write the corpus again with `nanotrain prepare`",
-        )
+        why = "token ids are integers: codes 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16"
+        raise DataError(f"{path} has tokens of dtype code {code} ({name})", why=why, fix=fix)
     header = IndexHeader(DTYPES[code], num_sequences, num_document_indices)
     size = path.stat().st_size
     if size != header.file_bytes:

@@ -5,7 +5,13 @@
     vocab.json,merges.txt                  GPT-2's two files, by `tokenizers`
     any other folder, a Hugging Face name  loaded by transformers, which takes seconds to import
 
-Encoding adds no special tokens; `prepare` ends each document with `eod`.
+Encoding adds no special tokens; `prepare` ends each document with `eod`. Every tokenizer has
+
+    vocab_size    one more than the largest id
+    eod           the end-of-document token, None if there is none
+    encode        text -> ids
+    decode        ids -> text, without special tokens
+    save          writes a folder and returns its name, or "bytes" if there is nothing to write
 """
 
 import json
@@ -14,39 +20,18 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import tokenizers
 
 from nanotrain.errors import DataError
 from nanotrain.runs.files import write_text
-from nanotrain.untrusted import MAX_TOKENIZER_BYTES, parse_json, read_file, require_file
+from nanotrain.untrusted import MAX_TOKENIZER_BYTES, parse_json, read_file, require_file, text_of
 
 # Usual names of the end-of-document token, for a bare tokenizer.json, which does not name it.
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[EOS]", "[SEP]")
 _CONNECT_TIMEOUT_S = 3.0  # to the hub
-
-
-class Tokenizer(Protocol):
-    """The tokenizer interface of `prepare`, the trainer and `generate`."""
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-
-    @property
-    def eod(self) -> int | None:
-        """The end-of-document token; None if there is none."""
-
-    def encode(self, text: str) -> list[int]:
-        """Encode a text."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids, without special tokens."""
-
-    def save(self, folder: Path) -> str:
-        """Save to a folder; returns the folder's name, or "bytes" if there is nothing to save."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +93,28 @@ class FastTokenizer:
         return folder.name
 
 
+class SlowTokenizer:
+    """A transformers tokenizer without a `tokenizers` backend."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self.wrapped = wrapped
+        self.eod: int | None = wrapped.eos_token_id
+        self.vocab_size = max(wrapped.get_vocab().values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.wrapped.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.wrapped.decode(list(ids), skip_special_tokens=True))
+
+    def save(self, folder: Path) -> str:
+        self.wrapped.save_pretrained(str(folder))
+        return folder.name
+
+
+Tokenizer: TypeAlias = ByteTokenizer | FastTokenizer | SlowTokenizer
+
+
 def load_tokenizer(name: str) -> Tokenizer:
     """Load a tokenizer: "bytes", a tokenizer.json, GPT-2's "vocab.json,merges.txt", a folder, or a Hugging Face name.
 
@@ -126,7 +133,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         return _load_gpt2(vocab_file, merge_file)
     loaded = _load_pretrained(str(path) if path.is_dir() else name)
     backend = getattr(loaded, "backend_tokenizer", None)
-    return FastTokenizer(backend, eod_text=loaded.eos_token) if backend is not None else _SlowTokenizer(loaded)
+    return FastTokenizer(backend, eod_text=loaded.eos_token) if backend is not None else SlowTokenizer(loaded)
 
 
 def is_local(name: str) -> bool:
@@ -136,25 +143,6 @@ def is_local(name: str) -> bool:
     (True, False)
     """
     return name == "bytes" or all(Path(part).expanduser().exists() for part in name.split(","))
-
-
-class _SlowTokenizer:
-    """A transformers tokenizer without a `tokenizers` backend."""
-
-    def __init__(self, wrapped: Any) -> None:
-        self.wrapped = wrapped
-        self.eod: int | None = wrapped.eos_token_id
-        self.vocab_size = max(wrapped.get_vocab().values()) + 1
-
-    def encode(self, text: str) -> list[int]:
-        return list(self.wrapped.encode(text, add_special_tokens=False))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self.wrapped.decode(list(ids), skip_special_tokens=True))
-
-    def save(self, folder: Path) -> str:
-        self.wrapped.save_pretrained(str(folder))
-        return folder.name
 
 
 def _load_gpt2(vocab_file: str, merge_file: str) -> FastTokenizer:
@@ -193,14 +181,11 @@ def _eos_of(settings: Path) -> str | None:
     try:
         eos = parse_json(read_file(settings), allow_nan=True)["eos_token"]
         eos = eos["content"] if isinstance(eos, dict) else eos
+        return None if eos is None else text_of(eos, "eos_token")
     except KeyError:
         return None
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{settings} cannot be read", why=str(error), fix="correct or remove it") from None
-    if not isinstance(eos, str | None):
-        why = f"eos_token is {eos!r}, not a text"
-        raise DataError(f"{settings} names no end-of-document token", why=why, fix="correct or remove it")
-    return eos
 
 
 def _load_pretrained(name: str) -> Any:

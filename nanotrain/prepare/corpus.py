@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -191,22 +191,14 @@ def _stream(options: PrepareOptions) -> Iterator[InputChunk]:
 
 def _write_missing(job: PartJob, chunks: Iterable[InputChunk], *, planned: tuple[InputChunk, ...], workers: int) -> int:
     """Write the missing parts; returns the number of all parts."""
-    num_parts = 0
-
-    def missing() -> Iterator[tuple[int, InputChunk]]:
-        nonlocal num_parts
-        for number, chunk in enumerate(chunks):
-            num_parts = number + 1
-            if not is_complete(job.folder, number):
-                yield number, chunk
-
+    missing = ((number, chunk) for number, chunk in enumerate(chunks) if not is_complete(job.folder, number))
     complete = [chunk.num_bytes for number, chunk in enumerate(planned) if is_complete(job.folder, number)]
     if complete:
         print(f"resuming: {len(complete)} of {len(planned)} parts are complete", flush=True)
     with PrepareProgress(sum(chunk.num_bytes for chunk in planned), done_bytes=sum(complete)) as progress:
-        for part in write_parts(job, missing(), workers=workers):
+        for part in write_parts(job, missing, workers=workers):
             progress.add(part)
-    return num_parts
+    return next(number for number in count() if not is_complete(job.folder, number))
 
 
 def _merge(prefix: Path, job: PartJob, *, num_parts: int, tokenizer: Tokenizer, plan: str) -> CorpusInfo:

@@ -44,11 +44,10 @@ def open_input(file: str) -> Iterator[BinaryIO]:
             yield stream
     except NanotrainError:
         raise
-    except PermissionError as error:
-        raise DataError(f"{file} cannot be read", why=error.strerror or "", fix="check its permissions") from None
     except Exception as error:  # each format has its own
-        why = str(error) or type(error).__name__
-        raise DataError(f"{file} cannot be read", why=why, fix="write or copy it again, or leave it out") from None
+        why = getattr(error, "strerror", None) or first_line(error)
+        fix = "check its permissions, write or copy it again, or leave it out"
+        raise DataError(f"{file} cannot be read", why=why, fix=fix) from None
 
 
 def check_zstandard(file: str) -> None:

@@ -35,9 +35,9 @@ from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.quantities import count_of
 from nanotrain.runs.files import disk_errors, disk_fault, make_folder, remove_folder, write_text
 
-CURE = "choose another --output"  # of errors of the disk
+CURE = "choose another --output"  # the cure for errors of the disk
 _DOCUMENTS_PER_WRITE = 64
-_INDEX_BYTES = 20  # of a document, in the index
+_INDEX_BYTES = 20  # bytes of a document in the index
 
 
 @dataclass(frozen=True)

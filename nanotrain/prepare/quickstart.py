@@ -14,8 +14,9 @@ import os
 import platform
 import secrets
 import shutil
+import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,16 +44,13 @@ class QuickStart:
     vocab_size: int  # vocabulary of that tokenizer
 
 
-def prepare_quickstart(
-    folder: Path, vocab_size: int, *, cache: Path | None = None, progress: Callable[[str], None] = lambda line: None
-) -> QuickStart:
-    """Prepare the corpus in a folder of `folder`, unless it is there.
+def prepare_quickstart(folder: Path, vocab_size: int, *, cache: Path | None = None) -> QuickStart:
+    """Prepare the corpus in a folder of `folder`, unless it is there; progress is printed on standard error.
 
     Args:
         folder: parent of the corpus folder.
-        vocab_size: of the tokenizer, in tokens.
-        cache: where other runs have left a corpus and where this one is left; None for no cache.
-        progress: called with lines of progress.
+        vocab_size: size of the tokenizer's vocabulary.
+        cache: folder in which other runs have left a corpus and this one is left; None for no cache.
 
     Raises:
         DataError: this Python has no library sources.
@@ -66,7 +64,7 @@ def prepare_quickstart(
             with disk_errors(building / "corpus", fix=_CURE):
                 cached = cache / f"{prefix.parent.name}-{_digest_of_library()}" if cache else None
                 if cached is None or not fetch(cached, building):
-                    _build(building / "corpus", vocab_size, progress=progress)
+                    _build(building / "corpus", vocab_size)
                     if cached is not None:
                         keep(building, cached)
                 try:
@@ -114,7 +112,7 @@ def _digest_of_library() -> str:
     return hashlib.blake2b(repr(files).encode(), digest_size=8).hexdigest()
 
 
-def _build(prefix: Path, vocab_size: int, *, progress: Callable[[str], None]) -> None:
+def _build(prefix: Path, vocab_size: int) -> None:
     texts = list(library_sources())
     if not texts:
         raise DataError(
@@ -123,10 +121,10 @@ def _build(prefix: Path, vocab_size: int, *, progress: Callable[[str], None]) ->
             fix="give another corpus with --data-path",
         )
     size = sum(map(len, texts)) / 1e6
-    progress(f"quick start: training a BPE of {vocab_size} tokens on {len(texts)} library files, {size:.0f} MB")
+    _print(f"quick start: training a BPE of {vocab_size} tokens on {len(texts)} library files, {size:.0f} MB")
     tokenizer = train_bpe(texts, vocab_size)
     assert tokenizer.eod is not None, "train_bpe adds an end-of-document token"
-    progress("quick start: tokenizing")
+    _print("quick start: tokenizing")
     with TokenWriter(prefix, smallest_dtype(tokenizer.vocab_size)) as writer:
         for first in range(0, len(texts), _ENCODE_BATCH):
             for ids in tokenizer.encode_batch(texts[first : first + _ENCODE_BATCH]):
@@ -134,7 +132,11 @@ def _build(prefix: Path, vocab_size: int, *, progress: Callable[[str], None]) ->
         saved = tokenizer.save(tokenizer_path(prefix))
         info = CorpusInfo(saved, tokenizer.vocab_size, tokenizer.eod, writer.num_documents, writer.num_tokens)
         write_info(prefix, info)
-    progress(f"quick start: {info.tokens:,} tokens in {prefix.parent.parent}")
+    _print(f"quick start: {info.tokens:,} tokens in {prefix.parent.parent}")
+
+
+def _print(line: str) -> None:  # not a log line: logging is silent on every rank but the first
+    print(line, file=sys.stderr, flush=True)
 
 
 def user_cache(kind: str) -> Path:

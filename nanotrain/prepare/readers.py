@@ -1,10 +1,9 @@
 """Read the documents of a chunk: one function per kind of input."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
-from nanotrain.errors import DataError, NanotrainError
+from nanotrain.errors import DataError
 from nanotrain.prepare.chunks import InputChunk
 from nanotrain.prepare.inputs import HubDataset, load_rows, open_input
 from nanotrain.untrusted import parse_json
@@ -106,31 +105,15 @@ def _read_parquet(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
     import pyarrow.parquet
 
     column, source = reader.column, chunk.files[0]
-    with _unreadable(source):
-        file = pyarrow.parquet.ParquetFile(source)
+    with open_input(source) as stream:
+        file = pyarrow.parquet.ParquetFile(stream)
         names = file.schema_arrow.names
         if column not in names:
             pick_text(dict.fromkeys(names), column, source=source)
-        batches = file.iter_batches(_ROWS_PER_READ, row_groups=range(chunk.start, chunk.stop), columns=[column])
-    while True:
-        with _unreadable(source):
-            batch = next(batches, None)
-        if batch is None:
-            return
-        for text in batch.column(0).to_pylist():
-            yield pick_text({column: text}, column, source=source, columns=names)
-
-
-@contextmanager
-def _unreadable(source: str) -> Iterator[None]:
-    """Errors of a damaged parquet file, which are OSErrors or of pyarrow."""
-    try:
-        yield
-    except NanotrainError:
-        raise
-    except Exception as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{source} cannot be read", why=why, fix="write or copy it again, or leave it out") from None
+        groups = range(chunk.start, chunk.stop)
+        for batch in file.iter_batches(_ROWS_PER_READ, row_groups=groups, columns=[column]):
+            for text in batch.column(0).to_pylist():
+                yield pick_text({column: text}, column, source=source, columns=names)
 
 
 def _read_rows(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:

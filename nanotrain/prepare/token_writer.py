@@ -23,10 +23,10 @@ class TokenWriter:
     """Writes the pair `prefix`.bin and .idx, as a context manager; after an exception inside, the older pair is left.
 
     Args:
-        prefix: of the pair, which is replaced.
-        dtype: of the tokens.
-        scratch: folder of the temporary files, on the same file system, in which a killed writer may leave them; None
-            for that of the pair.
+        prefix: path of the pair without `.bin` and `.idx`; an existing pair is replaced.
+        dtype: dtype of the tokens.
+        scratch: folder of the temporary files, on the same file system; a killed writer leaves them there. None for
+            the folder of the pair.
     """
 
     def __init__(self, prefix: Path | str, dtype: np.dtype[Any], *, scratch: Path | None = None) -> None:

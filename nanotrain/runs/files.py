@@ -45,10 +45,10 @@ def disk_fault(error: OSError, path: Path, *, needed: int | None = None, fix: st
     """The error of a failed write.
 
     Args:
-        error: of the operating system.
+        error: error of the operating system.
         path: the file or folder that was written.
         needed: bytes of the failed write, if known.
-        fix: what to do besides freeing space.
+        fix: the cure besides freeing space.
     """
     path = Path(path)
     if error.errno in (errno.ENOENT, errno.ESTALE) and not path.parent.is_dir():
@@ -142,7 +142,7 @@ def make_folder(path: Path, *, fix: str) -> None:
 
     Args:
         path: the folder.
-        fix: what to do if the folder is another's.
+        fix: the cure where the folder has other content.
 
     Raises:
         EnvironmentFault: the folder is not empty and was not made by nanotrain, or it cannot be made.

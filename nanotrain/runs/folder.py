@@ -19,7 +19,6 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -37,31 +36,16 @@ _WRITTEN = ("config.yaml", "environment.json", "report.html", *_ROWS)
 REPORTED_PACKAGES = ("nanotrain", "torch", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """The paths of a run."""
 
-    path: Path
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples.jsonl"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def data(self) -> Path:
-        return self.path / "data"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples.jsonl"
+        self.report = path / "report.html"
+        self.data = path / "data"
 
     def check_writable(self) -> None:
         """Check that this folder, and that of its checkpoints if there is one, can be written; creates nothing.
@@ -128,7 +112,7 @@ def check_writable(path: Path, *, name: str, fix: str) -> None:
     Args:
         path: the folder.
         name: description of the folder, for the error.
-        fix: what to do if the folder cannot be written.
+        fix: the cure where the folder cannot be written.
 
     Raises:
         EnvironmentFault: it cannot be created or written.

@@ -40,10 +40,10 @@ def hold_lock(path: Path, *, what: str, fix: str, wait_s: float = WAIT_S, is_rem
 
     Args:
         path: the lock file; created if missing.
-        what: the locked thing, for messages.
-        fix: what a second job can do.
-        wait_s: how long to wait for an owner that is ending.
-        is_removed: whether the file is removed in the end.
+        what: name of the locked folder or corpus, for messages.
+        fix: the cure for a second job.
+        wait_s: seconds to wait for an owner that is ending.
+        is_removed: whether the lock file is removed in the end.
 
     Raises:
         EnvironmentFault: another process holds it; names that process.

@@ -12,7 +12,6 @@ damaged when it is loaded is replaced by an older one of the same run, which has
 """
 
 import fcntl
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -165,14 +164,8 @@ def _prepare_quickstart(data: DataConfig, folder: RunFolder) -> DataConfig:
 
     The saved configuration keeps an empty `data_path`: the corpus belongs to the run folder.
     """
-
-    def progress(line: str) -> None:  # not a log line: logging is silent on every rank but the first
-        print(line, file=sys.stderr, flush=True)
-
     with _file_lock(folder.path / ".preparing"):
-        corpus = prepare_quickstart(
-            folder.data, data.quickstart_vocab_size, cache=user_cache("quickstart"), progress=progress
-        )
+        corpus = prepare_quickstart(folder.data, data.quickstart_vocab_size, cache=user_cache("quickstart"))
     return replace(data, data_path=[str(corpus.prefix)], tokenizer_model=str(corpus.tokenizer_path))
 
 

@@ -129,7 +129,7 @@ def test_a_named_checkpoint_comes_before_the_runs_own(tmp_path):
 def test_the_quick_start_corpus_lies_in_the_run_folder_and_the_configuration_stays_as_asked(tmp_path, monkeypatch):
     calls = []
 
-    def prepare(folder, vocab_size, *, cache, progress):
+    def prepare(folder, vocab_size, *, cache):
         calls.append((folder, vocab_size))
         return QuickStart(write_corpus(tmp_path / "text"), Path("bytes"), vocab_size)
 
