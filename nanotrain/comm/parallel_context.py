@@ -71,8 +71,8 @@ class Launch:
         world_size = _number(environment, "WORLD_SIZE", at_least=1)
         rank = _number(environment, "RANK", at_most=world_size - 1)
         local_rank = _number(environment, "LOCAL_RANK", at_most=world_size - 1)
-        local_world_size = environment.get("LOCAL_WORLD_SIZE", "1")
-        return cls(rank, local_rank, world_size, True, int(local_world_size) if local_world_size.isdecimal() else 1)
+        num_local = _number({"LOCAL_WORLD_SIZE": "1", **environment}, "LOCAL_WORLD_SIZE", at_least=1)
+        return cls(rank, local_rank, world_size, True, num_local)
 
 
 def _number(environment: Mapping[str, str], name: str, *, at_least: int = 0, at_most: int = 10**7) -> int:

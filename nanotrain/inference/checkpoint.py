@@ -33,7 +33,7 @@ from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.prepare.quickstart import find_quickstart
 from nanotrain.runs.folder import RunFolder
 from nanotrain.spec.boxes import TensorBox
-from nanotrain.spec.parameters import declare_model, declare_stage
+from nanotrain.spec.parameters import Declaration, declare_model, declare_stage
 from nanotrain.spec.params import localize
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec
@@ -147,7 +147,7 @@ def _build_shards(model_config: ModelConfig, context: ParallelContext, *, dtype:
     """All layers, this rank's shards of each, on the meta device; every rank has all tokens of a sequence."""
     shape, spec = ModelShape.of(model_config), StageSpec.single(model_config.num_layers)
     sizes: dict[str, int] = {axis: context.topology.size(axis) for axis in SHARDED_AXES}
-    declared = declare_stage(shape, spec, dtype=dtype, tensor_parallel_size=sizes["tp"])
+    declared = declare_stage(Declaration(shape, dtype, sizes["tp"]), spec)
     params = [localize(param, coords=context.coords, sizes=sizes) for param in declared]
     tp, ep, etp = (context.group(axis) for axis in SHARDED_AXES)
     parallel = replace(ModelParallel.single_rank(), tp=TensorParallel(tp), ep=ep, etp=etp)

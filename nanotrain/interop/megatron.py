@@ -124,7 +124,7 @@ def _layer(layer: int, sizes: Mapping[str, Shape], *, shape: ModelShape) -> Iter
                 continue
             size = (sum(sizes[name][0] for name in names), *sizes[names[0]][1:])
             sources = tuple(TensorBox.full(name, sizes[name]) for name in names)
-            num_groups = shape.num_query_groups if len(parts) == 3 else 1
+            num_groups = shape.query_groups if len(parts) == 3 else 1
             yield _chunk(key + leaf, size, sources=sources, layer=layer, shape=shape, num_groups=num_groups)
 
 

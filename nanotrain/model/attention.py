@@ -47,7 +47,7 @@ class Attention(nn.Module):
         self.head_dim, self.has_window, self.has_rope = shape.head_dim, shape.has_window(layer), shape.has_rope(layer)
         self.core_attention = parallel.core_attention
         query_rows = _rows(shape, shape.num_heads, tensor_parallel=parallel.tp)
-        key_rows = _rows(shape, shape.num_query_groups, tensor_parallel=parallel.tp)
+        key_rows = _rows(shape, shape.query_groups, tensor_parallel=parallel.tp)
         column = partial(ColumnParallelLinear, tensor_parallel=parallel.tp)
         rows = key_rows if shape.replicates_kv_heads(parallel.tp.group.size) else None
         self.query = column(*params.linear("query"))

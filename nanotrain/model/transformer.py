@@ -45,7 +45,7 @@ from nanotrain.parallel.tp.layers import (
     column_parallel,
 )
 from nanotrain.parallel.tp.loss import Targets, TokenGroups, Vocabulary, vocab_parallel_cross_entropy
-from nanotrain.spec.parameters import declare_stage
+from nanotrain.spec.parameters import Declaration, declare_stage
 from nanotrain.spec.params import LocalParam
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec
@@ -331,7 +331,7 @@ def build_stage(model_config: ModelConfig, spec: StageSpec | None = None, *, dty
         dtype: of the parameters and activations, "fp32", "bf16" or "fp16".
     """
     spec = spec or StageSpec.single(model_config.num_layers)
-    specs = declare_stage(ModelShape.of(model_config), spec, dtype=dtype)
+    specs = declare_stage(Declaration(ModelShape.of(model_config), dtype), spec)
     params = [LocalParam.unsharded(param) for param in specs]
     return Stage(model_config, spec, params=params, parallel=ModelParallel.single_rank())
 

@@ -83,19 +83,12 @@ class Declaration:
         return replace(weight, is_shared=self.shape.num_mtp_layers > 0)
 
 
-def declare_stage(
-    shape: ModelShape,
-    stage: StageSpec,
-    *,
-    dtype: str,
-    tensor_parallel_size: int = 1,
-    sequence_parallel: bool = False,
-) -> Specs:
-    """Every parameter of a pipeline stage, in registration order; the other arguments are those of `Declaration`.
+def declare_stage(declare: Declaration, stage: StageSpec) -> Specs:
+    """Every parameter of a pipeline stage, in registration order.
 
     A word embedding that is tied, or read by multi-token prediction, is declared on the first and on the last stage.
     """
-    declare = Declaration(shape, dtype, tensor_parallel_size, sequence_parallel)
+    shape = declare.shape
     units: dict[str, Specs] = {}
     if stage.has_embedding or (stage.has_head and shape.has_embedding_at_end):
         units["embedding"] = embedding(declare, has_positions=stage.has_embedding)
@@ -115,7 +108,7 @@ def declare_stage(
 
 def declare_model(shape: ModelShape, *, dtype: str = "fp32") -> Specs:
     """Every parameter of an unsharded model, in registration order."""
-    return declare_stage(shape, StageSpec.single(shape.num_layers), dtype=dtype)
+    return declare_stage(Declaration(shape, dtype), StageSpec.single(shape.num_layers))
 
 
 def embedding(declare: Declaration, *, has_positions: bool) -> Specs:
@@ -172,7 +165,7 @@ def norm(declare: Declaration, size: int) -> Specs:
 def attention(declare: Declaration) -> Specs:
     """Multi-head attention with grouped key/value heads; several tp ranks may share a replicated head."""
     shape = declare.shape
-    query_size, key_size = shape.num_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
+    query_size, key_size = shape.num_heads * shape.head_dim, shape.query_groups * shape.head_dim
     key = declare.column_linear(key_size, shape.hidden_size, bias=shape.has_qkv_bias)
     if shape.replicates_kv_heads(declare.tensor_parallel_size):
         key = tuple(replace(spec, shards=(), grad_sum_axes=("tp",)) for spec in key)

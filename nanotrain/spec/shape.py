@@ -3,7 +3,7 @@
 Parameters, FLOPs, modules and Hugging Face files read these sizes; none of them derives one again.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig
@@ -19,7 +19,7 @@ class ModelShape:
     padded_vocab_size: int  # rows of the embedding and the head
     num_positions: int | None  # rows of the learned position table; None without one
     num_heads: int  # query heads
-    num_query_groups: int  # key/value heads
+    query_groups: int  # key/value heads
     head_dim: int  # width of a query or key head
     value_head_dim: int  # width of a value head
     ffn_size: int  # inner width of a dense MLP
@@ -54,22 +54,14 @@ class ModelShape:
         >>> ModelShape.of(ModelConfig(hidden_size=256, vocab_size=50257)).padded_vocab_size
         50304
         """
-        padded_size, vocab_size = model_config.padded_vocab_size, model_config.vocab_size
-        assert vocab_size is not None, "padded_vocab_size raises without it"
-        learned = model_config.position_embedding_type == "learned_absolute"
-        width = model_config.head_dim
+        has_learned_positions = model_config.position_embedding_type == "learned_absolute"
+        # What the configuration itself has under the same name, as a field or a property.
+        shared = {f.name: getattr(model_config, f.name) for f in fields(cls) if hasattr(model_config, f.name)}
         return cls(
-            num_layers=model_config.num_layers,
-            hidden_size=model_config.hidden_size,
-            vocab_size=vocab_size,
-            padded_vocab_size=padded_size,
-            num_positions=model_config.max_position_embeddings if learned else None,
+            **shared,
+            num_positions=model_config.max_position_embeddings if has_learned_positions else None,
             num_heads=model_config.num_attention_heads,
-            num_query_groups=model_config.query_groups,
-            head_dim=width,
-            value_head_dim=width if model_config.mla is None else model_config.mla.v_head_dim,
-            ffn_size=model_config.ffn_size,
-            is_gated=model_config.is_gated,
+            value_head_dim=model_config.head_dim if model_config.mla is None else model_config.mla.v_head_dim,
             has_linear_bias=model_config.add_bias_linear,
             has_qkv_bias=model_config.add_bias_linear or model_config.add_qkv_bias,
             has_norm_bias=model_config.normalization == "LayerNorm",
@@ -81,13 +73,6 @@ class ModelShape:
             has_sink=model_config.softmax_type == "learnable",
             is_tied=not model_config.untie_embeddings_and_output_weights,
             init_std=model_config.init_method_std,
-            window_size=model_config.window_size,
-            window_layers=model_config.window_layers,
-            no_rope_layers=model_config.no_rope_layers,
-            mla=model_config.mla,
-            moe=model_config.moe,
-            moe_layers=model_config.moe_layers,
-            moe_ffn_size=model_config.moe_ffn_size,
             num_mtp_layers=model_config.mtp.num_layers or 0,
         )
 
@@ -119,4 +104,4 @@ class ModelShape:
 
     def replicates_kv_heads(self, tensor_parallel_size: int) -> bool:
         """Whether key and value weights are replicated over tp, because there are fewer heads than tp ranks."""
-        return self.num_query_groups % tensor_parallel_size != 0
+        return self.query_groups % tensor_parallel_size != 0

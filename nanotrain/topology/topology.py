@@ -54,32 +54,13 @@ class Topology:
         """Number of ranks."""
         return self.dense.world_size
 
-    @property
-    def shard_size(self) -> int:
-        """Ranks that share one replica of the dense optimizer state."""
-        return self.dense.size("cp") * self.dense.size("dp") // self.num_instances if self.is_sharded else 1
-
-    @property
-    def expert_shard_size(self) -> int:
-        """Ranks that share one replica of the expert optimizer state."""
-        return self.expert.size("expert_dp") // self.num_instances if self.is_sharded else 1
-
     def size(self, name: GroupName) -> int:
         """Ranks per group of this name."""
         return len(self.members(0, name))  # rank 0 is in a group of every name, and groups of a name have equal sizes
 
     def coords(self, rank: int) -> dict[str, int]:
-        """A rank's coordinate on every axis and its index in the groups that split data parallelism, by group name."""
-        dense, expert = self.dense.coords(rank), self.expert.coords(rank)
-        dp_cp = dense["cp"] + self.dense.size("cp") * dense["dp"]
-        splits = {
-            "dp_cp": dp_cp,
-            "dp_shard": dp_cp % self.shard_size,
-            "dp_replicate": dp_cp // self.shard_size,
-            "expert_dp_shard": expert["expert_dp"] % self.expert_shard_size,
-            "expert_dp_replicate": expert["expert_dp"] // self.expert_shard_size,
-        }
-        return expert | dense | splits  # without experts the stage is that of the dense grid
+        """A rank's coordinate on every axis."""
+        return self.expert.coords(rank) | self.dense.coords(rank)  # without experts the stage is that of the dense grid
 
     def coords_text(self, rank: int) -> str:
         """A rank's coordinates on the dense axes longer than one, for messages: "pp1 dp3 tp0"."""
@@ -107,10 +88,6 @@ class Topology:
         grid, axes = self._grid_of(name)
         return tuple(sorted(part for ranks in grid.groups(*axes) for part in self._split(name, ranks)))
 
-    def groups(self) -> dict[GroupName, tuple[Ranks, ...]]:
-        """All groups of all names."""
-        return {name: self.groups_of(name) for name in GROUP_NAMES}
-
     def _grid_of(self, name: GroupName) -> tuple[Grid, tuple[str, ...]]:
         return (self.expert, EXPERT_GROUPS[name]) if name in EXPERT_GROUPS else (self.dense, DENSE_GROUPS[name])
 
@@ -118,7 +95,8 @@ class Topology:
         """Split ranks that differ along the axes of `name` into the groups of `name`."""
         if name == "embed":
             return [ranks if len(ranks) == 1 else (ranks[0], ranks[-1])]
-        size = self.expert_shard_size if name in EXPERT_GROUPS else self.shard_size
+        # All ranks of data parallelism, or those that share one replica of the optimizer state in an instance.
+        size = len(ranks) // self.num_instances if self.is_sharded else 1
         if name.endswith("_shard"):
             return [ranks[first : first + size] for first in range(0, len(ranks), size)]
         if name.endswith("_replicate"):

@@ -6,7 +6,7 @@ import pytest
 
 from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig, MTPConfig
 from nanotrain.spec.counts import num_parameters
-from nanotrain.spec.parameters import declare_model, declare_stage
+from nanotrain.spec.parameters import Declaration, declare_model, declare_stage
 from nanotrain.spec.params import Constant, Normal, ParamSpec, Shard
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec, split_layers
@@ -25,9 +25,7 @@ def declared(model: ModelConfig, *, stages: int = 1, tp: int = 1, sequence_paral
     return [
         spec
         for stage in split_layers(model.num_layers, stages)
-        for spec in declare_stage(
-            ModelShape.of(model), stage, dtype="bf16", tensor_parallel_size=tp, sequence_parallel=sequence_parallel
-        )
+        for spec in declare_stage(Declaration(ModelShape.of(model), "bf16", tp, sequence_parallel), stage)
     ]
 
 
@@ -170,5 +168,7 @@ def test_layers_of_multi_token_prediction_are_on_the_last_stage_and_like_the_las
 
 
 def test_a_middle_stage_has_neither_end() -> None:
-    names = [spec.unit for spec in declare_stage(ModelShape.of(LLAMA), StageSpec(1, 1, 2, False, False), dtype="fp32")]
+    names = [
+        spec.unit for spec in declare_stage(Declaration(ModelShape.of(LLAMA), "fp32"), StageSpec(1, 1, 2, False, False))
+    ]
     assert set(names) == {"layers.1"}

@@ -12,7 +12,7 @@ from tests.model.building import GPT2, LLAMA
 
 def test_sizes_follow_from_the_configuration() -> None:
     shape = ModelShape.of(ModelConfig(hidden_size=256, num_attention_heads=4, vocab_size=50257))
-    assert (shape.head_dim, shape.value_head_dim, shape.num_query_groups) == (64, 64, 4)
+    assert (shape.head_dim, shape.value_head_dim, shape.query_groups) == (64, 64, 4)
     assert (shape.ffn_size, shape.padded_vocab_size) == (704, 50304)
     assert shape.is_gated and shape.is_tied and not shape.has_norm_bias
 

@@ -40,7 +40,7 @@ def resolved(model_config: ModelConfig) -> ModelConfig:
         moe = replace(moe, ffn_hidden_size=shape.moe_ffn_size)
     return replace(
         model_config,
-        num_query_groups=shape.num_query_groups,
+        num_query_groups=shape.query_groups,
         kv_channels=shape.head_dim,
         ffn_hidden_size=shape.ffn_size,
         moe=moe,

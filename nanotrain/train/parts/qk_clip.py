@@ -136,8 +136,8 @@ def row_factors(of_heads: Tensor, shape: ModelShape, *, alpha: float) -> Mapping
         query_rows = _rows((query, nope), (of_heads, rope))
         key_rows = _rows((key, nope), (torch.ones_like(key), value))
         return {"query.weight": query_rows, "query_up.weight": query_rows, "kv_up.weight": key_rows}
-    shared = of_heads.view(shape.num_query_groups, -1).amin(dim=1)
-    query = (shared**alpha).repeat_interleave(shape.num_heads // shape.num_query_groups)
+    shared = of_heads.view(shape.query_groups, -1).amin(dim=1)
+    query = (shared**alpha).repeat_interleave(shape.num_heads // shape.query_groups)
     query_rows, key_rows = _rows((query, shape.head_dim)), _rows((shared ** (1 - alpha), shape.head_dim))
     return {
         f"{name}.{kind}": rows

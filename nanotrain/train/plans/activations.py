@@ -147,7 +147,7 @@ class Activations:
 
     def _attention(self, layer: int, modules: Modules) -> int:
         shape, heads = self.shape, self.shape.num_heads // self.tp
-        groups = max(1, shape.num_query_groups // self.tp)
+        groups = max(1, shape.query_groups // self.tp)
         normed = (heads + groups) * (shape.head_dim * self.itemsize + FP32) if shape.has_qk_norm else 0
         normed += (heads + groups) * shape.head_dim * 2 * FP32 if shape.has_wide_qk_norm else 0
         return self.tokens * normed + self._core_attention(layer, (heads, groups), modules=modules)

@@ -34,7 +34,7 @@ from nanotrain.parallel.pp.transfers import RankPlan, plan_rank
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES, WEIGHT_DTYPE
 from nanotrain.spec.counts import flops_per_token
-from nanotrain.spec.parameters import declare_stage
+from nanotrain.spec.parameters import Declaration, declare_stage
 from nanotrain.spec.params import LocalParam, localize
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec, split_layers, stages_of_lengths
@@ -264,14 +264,9 @@ def _plan_stages(config: Config, topology: Topology, *, rank: int, shape: ModelS
     parallel, coords = config.parallel, topology.coords(rank)
     specs = _stage_specs(parallel, shape.num_layers)
     sizes = {axis: topology.size(axis) for axis in ("tp", "ep", "etp")}
+    declaration = Declaration(shape, config.precision.params_dtype, sizes["tp"], parallel.sequence_parallel)
     for spec in specs[coords["pp"] :: topology.size("pp")]:
-        declared = declare_stage(
-            shape,
-            spec,
-            dtype=config.precision.params_dtype,
-            tensor_parallel_size=sizes["tp"],
-            sequence_parallel=parallel.sequence_parallel,
-        )
+        declared = declare_stage(declaration, spec)
         params = tuple(localize(param, coords=coords, sizes=sizes) for param in declared)
         buffers = tuple(_plan_buffers(params, config, groups=topology.group_specs(rank)))
         yield StagePlan(spec, params, buffers, shape.mtp_layers if spec.has_head else range(0))

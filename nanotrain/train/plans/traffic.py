@@ -152,7 +152,7 @@ def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
     layer = AttentionShape(
         positions=config.train.micro_batch_size * config.data.seq_length // size,
         num_heads=plan.shape.num_heads // tp,
-        num_groups=max(1, (plan.shape.num_heads if plan.shape.mla else plan.shape.num_query_groups) // tp),
+        num_groups=max(1, (plan.shape.num_heads if plan.shape.mla else plan.shape.query_groups) // tp),
         head_dim=plan.shape.head_dim,
         value_head_dim=plan.shape.value_head_dim,
         itemsize=Precision.of(config.precision).params.itemsize,

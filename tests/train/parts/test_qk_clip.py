@@ -45,11 +45,9 @@ def test_clipped_weights_give_scaled_logits(name: str, alpha: float) -> None:
     of_heads = (threshold / before).clamp(max=1.0)
     if shape.mla is None:
         of_heads = (
-            of_heads.view(shape.num_query_groups, -1)
-            .amin(1)
-            .repeat_interleave(shape.num_heads // shape.num_query_groups)
+            of_heads.view(shape.query_groups, -1).amin(1).repeat_interleave(shape.num_heads // shape.query_groups)
         )
-    assert 2 <= (of_heads < 1).sum() < len(of_heads) or shape.num_query_groups == 2
+    assert 2 <= (of_heads < 1).sum() < len(of_heads) or shape.query_groups == 2
     torch.testing.assert_close(largest(stage), before * of_heads)
 
 
