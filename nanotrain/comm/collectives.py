@@ -5,7 +5,8 @@
     start_reduce_scatter, start_all_gather              along any dim, into a new tensor
     local_slice                                         the slice along a dim that reduce-scatter would return
     start_all_reduce_scalars                            host numbers
-    all_reduce, all_gather_into, all_reduce_scalars     complete on return
+    all_reduce, all_gather_into, all_reduce_scalars,    complete on return
+    all_reduce_coalesced
     all_gather_object, gather_object,                   control traffic
     broadcast_object, barrier
 
@@ -125,6 +126,14 @@ def local_slice(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
 def all_reduce(tensor: Tensor, group: Group, *, op: str = "sum") -> None:
     """`start_all_reduce`, complete on return."""
     start_all_reduce(tensor, group, op=op).wait()
+
+
+def all_reduce_coalesced(tensors: Sequence[Tensor], group: Group) -> None:
+    """`all_reduce` of small flat tensors of one dtype, as one collective."""
+    if group.size > 1 and tensors:
+        flat = torch.cat(list(tensors))
+        all_reduce(flat, group)
+        torch._foreach_copy_(list(tensors), list(flat.split([tensor.numel() for tensor in tensors])))
 
 
 def all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> None:

@@ -140,11 +140,6 @@ class DistributedOptimizer:
         """Steps that were not skipped; waits for the device."""
         return int(self._num_updates)
 
-    def copy_main_to_model_params(self) -> None:
-        """Copy the main params to this rank's shards of the model params, where they are stored apart."""
-        for part in self._parts:
-            part.copy_main_to_model_params()
-
     def scale_rows(self, factors: Mapping[str, Tensor]) -> None:
         """Multiply main params by factors of their rows, and copy them to this rank's shards of the model params.
 
@@ -152,8 +147,7 @@ class DistributedOptimizer:
             factors: factors by parameter name, [rows] fp32 of the global parameter; others are not changed.
         """
         for part in self._parts:
-            if part.scale_rows(factors):
-                part.copy_main_to_model_params()
+            part.scale_rows(factors)
 
     @property
     def allocated_tensors(self) -> list[Tensor]:
@@ -209,7 +203,8 @@ class DistributedOptimizer:
         for stored, values in self._loading:
             stored.write(values)
         self._loading.clear()
-        self.copy_main_to_model_params()
+        for part in self._parts:
+            part.copy_main_to_model_params()
 
     @property
     def matrix_balances(self) -> list[str]:

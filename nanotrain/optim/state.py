@@ -138,7 +138,7 @@ class PartState:
     model_params: Tensor  # [numel] model params; the values of `main` where they have its dtype
     host: HostBuffers | None = None  # of a part whose tensors, except `model_params`, are in host memory
     ema: StoredTensor | None = None  # [numel] fp32 moving average of `main`, of runs with `--ema-decay`
-    grad_factor: Tensor | None = None  # of gradients that are not fp32, from unscaling and clipping
+    grad_factor: float | Tensor = 1.0  # of gradients that are not fp32, from unscaling and clipping
 
     @property
     def is_fp32(self) -> bool:
@@ -167,8 +167,8 @@ class PartState:
         for start, stop in self.chunks():
             params[start:stop].copy_(self.main.read(start, stop))
 
-    def scale_rows(self, factors: Mapping[str, Tensor]) -> bool:
-        """Multiply main params by factors per row of the global parameter; returns whether this part has any of them.
+    def scale_rows(self, factors: Mapping[str, Tensor]) -> None:
+        """Multiply main params by factors per row of the global parameter, and round them to the model params.
 
         Args:
             factors: factors by parameter name, [rows].
@@ -180,7 +180,8 @@ class PartState:
                 elements = main[part.start - first :][: part.numel]
                 elements.mul_(_element_factors(part, factors[part.name]).to(main.device))
             self.main.write(main, start)
-        return bool(scaled)
+        if scaled:
+            self.copy_main_to_model_params()
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """Start and stop of the chunks of this part."""
@@ -200,8 +201,7 @@ class PartState:
         state = {name: stored.read(start, stop) for name, stored in self.state.items()}
         grad = self.grad[start:stop]
         if grad.dtype is not torch.float32:
-            grad = grad.float()
-            grad = grad if self.grad_factor is None else grad.mul_(self.grad_factor)
+            grad = grad.float().mul_(self.grad_factor)
         ranges = []
         for (weight_decay, is_decoupled), first, last in self._segments(start, stop):
             elements = slice(first, last)

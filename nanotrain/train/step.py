@@ -14,9 +14,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from nanotrain.comm.collectives import all_reduce
+from nanotrain.comm.collectives import all_reduce, all_reduce_coalesced
 from nanotrain.comm.device import HostCopy
-from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.stop_point import PassStopped
 from nanotrain.model.context import BatchContext
@@ -165,11 +164,8 @@ def finalize_grads(data_parallel: Sequence[DataParallel], context: ParallelConte
     """
     for axis in GRAD_SUM_AXES:
         group = context.groups.get(axis)
-        if group is None or group.size == 1:
-            continue
-        grads = [grad for dp in data_parallel for grad in dp.grads_summed_over(axis)]
-        if grads:
-            _all_reduce_coalesced(grads, group)
+        if group is not None:
+            all_reduce_coalesced([grad for dp in data_parallel for grad in dp.grads_summed_over(axis)], group)
 
 
 def global_loss(loss_sum: Tensor, context: ParallelContext) -> float:
@@ -188,10 +184,3 @@ def _once_per_tp_group(loss_sum: Tensor, context: ParallelContext) -> Tensor:
     """[1] fp64, a loss that is equal on all ranks of a tp group: zero on all but the first, so that it counts once."""
     loss = loss_sum.double()[None]
     return loss if context.groups["tp"].is_first else torch.zeros_like(loss)
-
-
-def _all_reduce_coalesced(tensors: Sequence[Tensor], group: Group) -> None:
-    """One all-reduce for many small flat tensors."""
-    flat = torch.cat(list(tensors))
-    all_reduce(flat, group)
-    torch._foreach_copy_(list(tensors), list(flat.split([tensor.numel() for tensor in tensors])))

@@ -78,7 +78,7 @@ def wrap(
         network, layout, groups=GROUPS, options=options, precision=Precision(params=dtype), device=device
     )
     assert len(parallel.buckets) >= (2 if rules.gathers_by_unit else 3) and any(
-        b.layout.numel > b.layout.unpadded_numel for b in parallel.buckets
+        b.layout.stop > b.layout.params[-1].stop for b in parallel.buckets
     )
     with torch.no_grad():
         for name, param in network.named_parameters():

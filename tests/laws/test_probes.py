@@ -57,7 +57,7 @@ def values_of(layer: DataParallel) -> list[ReducedGradient]:
             set(bucket.grads.shard[part.elements].tolist()),
         )
         for bucket in layer.buckets
-        for part in bucket.layout.shard_ranges(layer.groups.shard.index)
+        for part in bucket.layout.update_ranges(layer.groups.shard.index)
     ]
 
 

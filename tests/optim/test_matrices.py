@@ -80,7 +80,7 @@ def test_pieces_are_the_param_ranges_of_the_shards(num_shards, bucket_size):
         assert sum(piece.numel for piece in each.pieces.values()) == each.matrix.local_numel
         begin = each.matrix.index * each.matrix.local_numel
         for shard, piece in each.pieces.items():
-            (part,) = [p for p in bucket.shard_ranges(shard) if p.name == each.matrix.param.spec.name]
+            (part,) = [p for p in bucket.update_ranges(shard) if p.name == each.matrix.param.spec.name]
             assert part.param_start - part.start + piece.start == begin
             assert part.start <= piece.start and piece.start + piece.numel <= part.elements.stop
             begin += piece.numel

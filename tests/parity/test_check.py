@@ -71,7 +71,7 @@ def with_a_gradient_off_by(factor: float, ctx: ParallelContext, config: Config) 
     def scale(layers, context):
         for layer in layers:
             for bucket in layer.buckets:
-                for part in bucket.layout.shard_ranges(layer.groups.shard.index):
+                for part in bucket.layout.update_ranges(layer.groups.shard.index):
                     if part.name == "layers.0.attention.key.weight":
                         bucket.grads.shard[part.elements] *= factor
 

@@ -333,18 +333,14 @@ class DataParallel:
         )
 
     def _build_buckets(self, precision: Precision) -> tuple[Bucket, ...]:
-        options, reduction = self.options, Reduction(self.groups, self.options)
-        params = build_params(
-            self.layout, self.param_buffer, groups=self.groups, options=options, update_buffer=self.update_buffer
-        )
+        layout, groups, options = self.layout, self.groups, self.options
         device, is_transient = self.param_buffer.device, options.strategy.shard_grads
-        grads = build_grads(
-            self.layout, groups=self.groups, precision=precision, device=device, is_transient=is_transient
+        params = build_params(
+            layout, self.param_buffer, groups=groups, options=options, update_buffer=self.update_buffer
         )
-        return tuple(
-            Bucket(bucket, params=param_store, grads=grad_store, reduction=reduction)
-            for bucket, param_store, grad_store in zip(self.layout.buckets, params, grads, strict=True)
-        )
+        grads = build_grads(layout, groups=groups, precision=precision, device=device, is_transient=is_transient)
+        stores, reduction = zip(layout.buckets, params, grads, strict=True), Reduction(groups, options)
+        return tuple(Bucket(each, params=p, grads=g, reduction=reduction) for each, p, g in stores)
 
 
 def _with_data(module: nn.Module, name: str, *, data: Tensor) -> nn.Parameter:

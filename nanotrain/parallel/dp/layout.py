@@ -120,11 +120,6 @@ class BucketLayout:
         return self.stop - self.start
 
     @property
-    def unpadded_numel(self) -> int:
-        """Elements up to the end of the last parameter."""
-        return self.params[-1].stop - self.start
-
-    @property
     def is_shared(self) -> bool:
         """Whether it holds a parameter that several units read."""
         return self.params[0].param.spec.is_shared
@@ -144,18 +139,11 @@ class BucketLayout:
         """Elements that one rank's optimizer updates: a shard, or the part of it that is this instance's."""
         return self.shard_numel // self.num_outer_shards
 
-    def shard_ranges(self, shard_index: int) -> tuple[FlatRange, ...]:
-        """The param ranges in one rank's shard, in buffer order."""
-        return self._ranges(self.start + shard_index * self.shard_numel, self.shard_numel)
-
-    def update_ranges(self, shard_index: int, *, outer_index: int) -> tuple[FlatRange, ...]:
+    def update_ranges(self, shard_index: int, *, outer_index: int = 0) -> tuple[FlatRange, ...]:
         """The param ranges that one rank's optimizer updates; starts count from the first such element."""
         first = self.start + shard_index * self.shard_numel + outer_index * self.update_numel
-        return self._ranges(first, self.update_numel)
-
-    def _ranges(self, first: int, numel: int) -> tuple[FlatRange, ...]:
-        """The param ranges in elements [first, first + numel) of the buffer."""
-        return tuple(each.moved(-first) for each in clip_ranges(self.params, start=first, stop=first + numel))
+        inside = clip_ranges(self.params, start=first, stop=first + self.update_numel)
+        return tuple(each.moved(-first) for each in inside)
 
 
 @dataclass(frozen=True)

@@ -51,58 +51,35 @@ class ParamStore:
         self.sent = shard_of(self.shard, groups.outer)  # [update_numel] what this rank sends to the others
         self.update = self.sent if update is None else update
         self._groups = groups
-        self._across: Work[Tensor] | None = None
-        self._inside: Work[Tensor] | None = None
-
-    @property
-    def is_gathering(self) -> bool:
-        """Whether an all-gather was started and not yet waited for."""
-        return self._across is not None or self._inside is not None
+        self.gathers: list[Work[Tensor]] = []  # all-gathers that were started and not yet waited for
+        self.free()
 
     def start_across(self) -> None:
         """Start to collect the updated parts of the shard of all instances in `shard`."""
-        self._across = start_all_gather_into(self.shard, self.sent, group=self._groups.outer)
+        self.gathers.append(start_all_gather_into(self.shard, self.sent, group=self._groups.outer))
 
     def start_all_gather(self) -> None:
         """Start to collect the shards of all ranks of the instance in `full`."""
-        self._wait_across()
-        self._inside = start_all_gather_into(self.full, self.shard, group=self._groups.shard)
+        self.wait()
+        self.gathers.append(start_all_gather_into(self.full, self.shard, group=self._groups.shard))
 
     def wait(self) -> None:
         """Wait until `shard`, and `full` where its all-gather was started, hold the updated parameters."""
-        self._wait_across()
-        work, self._inside = self._inside, None
-        if work is not None:
-            work.wait()
+        while self.gathers:
+            self.gathers.pop(0).wait()
 
     def allocate(self) -> None:
         """Do nothing: `full` always has storage. The same holds for `free` and `gather_apart`."""
 
     free = gather_apart = allocate
 
-    def _wait_across(self) -> None:
-        work, self._across = self._across, None
-        if work is not None:
-            work.wait()
-
 
 class ShardedParams(ParamStore):
     """This rank's shard of the parameters (`optim_grads_params`); `full` has memory only while it is gathered.
 
     The storage of `full` is resized, not replaced: autograd saves views of it in the forward and reads them in the
-    backward, after the unit has been gathered again.
-
-    Args:
-        full: [numel] the bucket; its storage is freed.
-        groups: groups of the bucket.
-        shard: [shard_numel] this rank's part.
-        update: [update_numel] what this rank's optimizer writes, by default its part of `shard`.
+    backward, after the unit has been gathered again. It is freed at first.
     """
-
-    def __init__(self, full: Tensor, *, groups: ReduceGroups, shard: Tensor, update: Tensor | None = None) -> None:
-        super().__init__(full, groups=groups, shard=shard, update=update)
-        self._num_bytes = full.nbytes
-        self.free()
 
     @property
     def has_storage(self) -> bool:
@@ -111,7 +88,7 @@ class ShardedParams(ParamStore):
 
     def allocate(self) -> None:
         """Give `full` memory, with arbitrary values."""
-        self.full.untyped_storage().resize_(self._num_bytes)
+        self.full.untyped_storage().resize_(self.full.nbytes)
 
     def start_all_gather(self) -> None:
         """Start to collect the shards of all ranks in `full`, unless they are there or being collected."""
@@ -299,28 +276,19 @@ def build_params(
     updates = [None] * len(numels) if update_buffer is None else update_buffer.split(numels)
     if not options.strategy.shard_params:
         fulls = param_buffer.split([bucket.numel for bucket in layout.buckets])
-        pairs = zip(fulls, updates, strict=True)
-        return [ParamStore(full, groups=groups, update=update) for full, update in pairs]
+        return [ParamStore(full, groups=groups, update=update) for full, update in zip(fulls, updates, strict=True)]
     shards = param_buffer.split([bucket.shard_numel for bucket in layout.buckets])
-    buckets = list(zip(layout.buckets, shards, updates, strict=True))
-    if not options.num_gather_blocks:
-        return [  # each frees its memory before the next one takes some
-            ShardedParams(shard.new_empty(bucket.numel), groups=groups, shard=shard, update=update)
-            for bucket, shard, update in buckets
-        ]
+    parts = zip(shards, updates, strict=True)
+    stores: list[dict[str, Any]] = [{"groups": groups, "shard": part, "update": update} for part, update in parts]
+    if not options.num_gather_blocks:  # each frees its memory before the next one takes some
+        sizes = [bucket.numel for bucket in layout.buckets]
+        return [ShardedParams(param_buffer.new_empty(n), **store) for n, store in zip(sizes, stores, strict=True)]
     plan = layout.gather_blocks(options.num_gather_blocks)
     blocks = {key: param_buffer.new_zeros(numel) for key, numel in plan.numel.items()}
     users: dict[str, set[tuple[str, int]]] = {key: set() for key in blocks}
     return [
-        PooledParams(
-            blocks[key][start : start + bucket.numel],
-            unit=min(bucket.units),
-            users=users[key],
-            groups=groups,
-            shard=shard,
-            update=update,
-        )
-        for (bucket, shard, update), (key, start) in zip(buckets, plan.places, strict=True)
+        PooledParams(blocks[key][start:][: bucket.numel], unit=min(bucket.units), users=users[key], **store)
+        for bucket, (key, start), store in zip(layout.buckets, plan.places, stores, strict=True)
     ]
 
 

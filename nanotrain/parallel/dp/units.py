@@ -63,7 +63,7 @@ class GatherOrder:
         self, units: Iterable[Sequence[int]], *, num_prefetched: int, reshards: bool = True, blocks: Sequence[str] = ()
     ) -> None:
         self.units = [tuple(unit) for unit in units]
-        self._num_next, self._reshards, self._blocks = num_prefetched, reshards, blocks
+        self._num_next, self._reshards, self._blocks = num_prefetched, reshards, dict(enumerate(blocks))
         self._gathered: dict[int, None] = {}  # in the order in which they were gathered
         self._num_backwards: Counter[int] = Counter()  # by bucket: backwards that are still to read it
         self._last_backward = 0  # the unit whose backward began last
@@ -107,7 +107,7 @@ class GatherOrder:
 
     def before_forward(self, index: int) -> GatherChange:
         """Gather a unit for its forward."""
-        return self._gather(index, ahead=range(index + 1, index + 1 + self._num_next))
+        return self._gather(self._of(range(index, index + 1 + self._num_next)))
 
     def after_forward(self, index: int, *, has_backward: bool) -> GatherChange:
         """Free a unit after its forward, unless a backward is to find it gathered."""
@@ -120,35 +120,25 @@ class GatherOrder:
         self._last_backward = index
         if not self._reshards:
             self._num_backwards.subtract(self.units[index])
-        return self._gather(index, ahead=range(index - self._num_next, index))
+        return self._gather([*self.units[index], *self._of(range(index - self._num_next, index))])
 
     def before_recomputation(self, index: int) -> GatherChange:
         """Gather a unit that runs again inside a backward."""
         last, current = self._last_backward, self.units[index]
         num_ahead = self._num_next if index == last else 0
         # A unit that shares its block with the current one is recomputed later, and gathered again then.
-        in_use = [
-            bucket
-            for bucket in self._of(range(last - num_ahead, last + 1))
-            if bucket in self._gathered and not self._is_excluded(bucket, current)
-        ]
-        return GatherChange(self.free(but=(*current, *in_use)).freed, self._start(current))
+        taken = {self._blocks.get(bucket, bucket) for bucket in current}
+        ahead = self._of(range(last - num_ahead, last + 1))
+        return self._gather(current, kept=[b for b in ahead if self._blocks.get(b, b) not in taken])
 
-    def _gather(self, index: int, *, ahead: range) -> GatherChange:
-        wanted = (*self.units[index], *self._of(ahead))
-        return GatherChange(self.free(but=wanted).freed, self._start(wanted))
-
-    def _start(self, buckets: Iterable[int]) -> tuple[int, ...]:
-        started = tuple(bucket for bucket in dict.fromkeys(buckets) if bucket not in self._gathered)
+    def _gather(self, wanted: Sequence[int], *, kept: Sequence[int] = ()) -> GatherChange:
+        freed = self.free(but=(*wanted, *kept)).freed
+        started = tuple(bucket for bucket in dict.fromkeys(wanted) if bucket not in self._gathered)
         self._gathered |= dict.fromkeys(started)
-        return started
+        return GatherChange(freed, started)
 
     def _of(self, indices: range) -> list[int]:
         return [bucket for index in indices if 0 <= index < len(self.units) for bucket in self.units[index]]
-
-    def _is_excluded(self, bucket: int, current: Sequence[int]) -> bool:
-        """Whether a bucket lies in the memory of the unit that is to be gathered."""
-        return bool(self._blocks) and any(self._blocks[bucket] == self._blocks[other] for other in current)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def reduce_two_to_the_rank(ctx):
             stage = Toy()
             parallel = wrap(ctx, stage, strategy=strategy, overlap=overlap)
             assert len(parallel.buckets) == NUM_BUCKETS
-            assert all(b.layout.numel > b.layout.unpadded_numel for b in parallel.buckets)
+            assert all(b.layout.stop > b.layout.params[-1].stop for b in parallel.buckets)
             reduce_two_steps(ctx, parallel, stage, num_microbatches=num_microbatches)
             assert all(p.grad is None for p in stage.parameters())
 
@@ -259,23 +259,23 @@ def test_a_forward_pass_waits_for_the_parameters_of_its_unit_only(ctx):
     for bucket in parallel.buckets:
         bucket.params.shard.fill_(ctx.rank + 1)
     parallel.start_param_gather()
-    waiting = [bucket for bucket in parallel.buckets if bucket.params.is_gathering]
+    waiting = [bucket for bucket in parallel.buckets if bucket.params.gathers]
     assert len(waiting) == NUM_BUCKETS
     # when the units run one after the other,
     for name, unit in unit_modules(stage):
         unit(1.0)
         # then the unit's weight is complete, half of its bucket from either rank,
         (bucket,) = [b for b in parallel.buckets for entry in b.layout.params if entry.name == f"{name}.weight"]
-        assert not bucket.params.is_gathering
+        assert not bucket.params.gathers
         one, two = bucket.params.full.chunk(2)
         assert (one == 1).all() and (two == 2).all()
     # and a step without a forward of a unit waits for its parameters before the optimizer updates them.
     parallel.start_param_gather()
     parallel.begin_step()
     backward(parallel, stage(1.0, [0]))
-    assert any(bucket.params.is_gathering for bucket in parallel.buckets)
+    assert any(bucket.params.gathers for bucket in parallel.buckets)
     parallel.finish_grad_reduce()
-    assert not any(bucket.params.is_gathering for bucket in parallel.buckets)
+    assert not any(bucket.params.gathers for bucket in parallel.buckets)
 
 
 @ranks(2, strategy="optim")

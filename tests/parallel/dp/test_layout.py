@@ -36,7 +36,7 @@ def ends(layout: BufferLayout) -> list[tuple[int, int]]:
 
 
 def unpadded(layout: BufferLayout) -> list[int]:
-    return [bucket.unpadded_numel for bucket in layout.buckets]
+    return [bucket.params[-1].stop - bucket.start for bucket in layout.buckets]
 
 
 def names_in(layout: BufferLayout) -> list[list[str]]:
@@ -121,11 +121,11 @@ def test_the_params_of_a_layout_are_in_registration_order():
     assert plan_layout(given_params, LayoutRules(bucket_size=128)).params == tuple(given_params)
 
 
-def test_shard_ranges_are_the_param_ranges_in_a_shard():
+def test_update_ranges_are_the_param_ranges_in_a_shard():
     # Given the worked example, of which each rank owns half of each bucket: 192 and 128 elements,
     first, second = plan_layout(params((100,), (50,), (300,)), LayoutRules(num_shards=2, bucket_size=128)).buckets
     found = [
-        [(part.name, part.start, part.param_start, part.numel) for part in bucket.shard_ranges(rank)]
+        [(part.name, part.start, part.param_start, part.numel) for part in bucket.update_ranges(rank)]
         for bucket in (first, second)
         for rank in (0, 1)
     ]
@@ -172,7 +172,7 @@ def test_params_are_in_reverse_order_aligned_and_disjoint(shapes, rules, tied):
 def test_a_bucket_closes_as_soon_as_it_holds_the_bucket_size(shapes, rules):
     layout = plan_layout(params(*shapes), rules)
     for bucket in layout.buckets[:-1]:
-        assert bucket.unpadded_numel >= rules.closing_size
+        assert bucket.params[-1].stop - bucket.start >= rules.closing_size
     for bucket in layout.buckets:
         before_last = bucket.params[-2].stop - bucket.start if len(bucket.params) > 1 else 0
         assert before_last < rules.closing_size
@@ -184,7 +184,7 @@ def test_the_shard_ranges_of_all_ranks_tile_every_parameter_exactly_once(shapes,
     covered = {param.spec.name: [] for param in given_params}
     for bucket in plan_layout(given_params, rules).buckets:
         for rank in range(rules.num_shards):
-            for part in bucket.shard_ranges(rank):
+            for part in bucket.update_ranges(rank):
                 assert part.start >= 0 and part.start + part.numel <= bucket.shard_numel
                 covered[part.name].append((part.param_start, part.param_start + part.numel))
     for param in given_params:

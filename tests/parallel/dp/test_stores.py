@@ -66,11 +66,11 @@ def test_a_resident_shard_is_a_view_of_the_full_gradients(ctx):
 def test_resident_params_are_complete_after_the_wait(ctx):
     params = ParamStore(torch.zeros(NUMEL), groups=ReduceGroups(ctx.group("dp_shard"), ctx.group("dp_replicate")))
     params.shard.fill_(ctx.rank + 1)
-    assert not params.is_gathering
+    assert not params.gathers
     params.start_all_gather()
-    assert params.is_gathering
+    assert params.gathers
     params.wait()
-    assert not params.is_gathering
+    assert not params.gathers
     assert params.full.chunk(2)[0].eq(1).all() and params.full.chunk(2)[1].eq(2).all()
     params.wait()  # without a gather there is nothing to wait for
 

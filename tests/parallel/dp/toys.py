@@ -119,7 +119,7 @@ def expected_shards(parallel: DataParallel, grads: dict[str, Tensor]) -> list[Te
     shards = []
     for bucket in parallel.buckets:
         shard = torch.zeros(bucket.layout.shard_numel)
-        for part in bucket.layout.shard_ranges(parallel.groups.shard.index):
+        for part in bucket.layout.update_ranges(parallel.groups.shard.index):
             shard[part.elements] = grads[part.name].flatten()[part.param_start : part.param_start + part.numel]
         shards.append(shard)
     return shards
