@@ -59,9 +59,9 @@ class GatherEverything:
         full = tokens.repeat(1, self.group.size)
         return self.sdpa.plan_mask(segment_ids, tokens=full, window=window)
 
-    def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+    def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: Any, scores: Any) -> Tensor:
         query, key, value = (join_shards(gather_along(x[None], self.group, dim=0)) for x in (query, key, value))
-        full = self.sdpa(query, key=key, value=value, mask=mask)
+        full = self.sdpa(query, key=key, value=value, mask=mask, scores=scores)
         return local_chunks(full, index=self.group.index, size=self.group.size)
 
 

@@ -106,10 +106,8 @@ def installed_torch() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _sdpa(backend: str, *, repeats_heads: bool = False, pads_values: bool = False) -> Callable[[bool], AttentionKernel]:
-    return lambda is_forced: SdpaKernel(
-        backend if is_forced else None, repeats_heads=repeats_heads, pads_values=pads_values
-    )
+def _sdpa(backend: str, **options: bool) -> Callable[[bool], AttentionKernel]:
+    return lambda is_forced: SdpaKernel(backend if is_forced else None, **options)
 
 
 BACKENDS: dict[str, AttentionBackend] = {

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nanotrain.attention.chunks import AttentionChunk, ScoreOptions
-from nanotrain.attention.tiles import LocalChunk, Spans, Tile, TilePlan, attend_tiles, plan_chunks
+from nanotrain.attention.tiles import LocalChunk, Spans, Tile, TilePlan, attend_tiles, on_device, plan_chunks
 from nanotrain.comm.autograd import eager
 
 BLOCK_NUMEL = 2**24  # scores at once: 64 MiB in fp32
@@ -43,9 +43,7 @@ class CoreAttention(Protocol):
         """
         ...
 
-    def __call__(
-        self, query: Tensor, *, key: Tensor, value: Tensor, mask: Any, scores: ScoreOptions | None = None
-    ) -> Tensor:
+    def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: Any, scores: ScoreOptions | None) -> Tensor:
         """Attend.
 
         Args:
@@ -102,7 +100,7 @@ class AttentionCall:
         """The call as one tile with a mask."""
         queries, keys = self._positions()
         tile = Tile(slice(None), slice(0, len(queries)), slice(0, len(keys)), is_masked=True)
-        return TilePlan((tile,), queries, keys, self.spans.on(self.device))
+        return TilePlan((tile,), queries, keys, on_device(self.spans.first_keys, self.device))
 
     @cached_property
     def kernel_plans(self) -> dict[str, Any]:

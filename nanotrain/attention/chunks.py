@@ -26,7 +26,6 @@ Milakov and Gimelshein, "Online normalizer calculation for softmax"; Dao, "Flash
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -308,12 +307,9 @@ class WeightDropout:
         return keep_factors(mix_in(words[..., None], self.keys), self.rate, dtype=dtype)
 
 
-class LogitObserver(Protocol):
-    """Called with all queries and keys that attend to each other, in parts; for QK-clip."""
-
-    def __call__(self, chunk: AttentionChunk, *, first_head: int = 0) -> None:
-        """Observe queries and keys; `first_head` is the index on this rank of the first of the chunk's query heads."""
-        ...
+# Called with all queries and keys that attend to each other, one chunk at a time; for QK-clip. The option `first_head`
+# is the index on this rank of the first of the chunk's query heads.
+LogitObserver = Callable[..., None]
 
 
 @dataclass(frozen=True)

@@ -79,19 +79,16 @@ def restricted(backend: str | None) -> AbstractContextManager[None]:
     return context
 
 
+@dataclass(frozen=True)
 class SdpaKernel:
     """`attend` for plain causal attention, tiles for other calls.
 
     On the CPU `attend` would need a dense mask for fewer queries than keys, so tiles compute these too.
-
-    Args:
-        backend: the kernel of SDPA on a GPU, by its name in `SDPBackend`; None where torch selects it.
-        repeats_heads: of key and value, for kernels without grouped queries.
-        pads_values: on GPUs, for kernels of one head dim.
     """
 
-    def __init__(self, backend: str | None = None, *, repeats_heads: bool = False, pads_values: bool = False) -> None:
-        self.backend, self.repeats_heads, self.pads_values = backend, repeats_heads, pads_values
+    backend: str | None = None  # the kernel of SDPA on a GPU, by its name in `SDPBackend`; None where torch selects it
+    repeats_heads: bool = False  # repeat heads of key and value, for kernels without grouped queries
+    pads_values: bool = False  # pad values on GPUs, for kernels of one head dim
 
     def attend(self, query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention."""
@@ -156,13 +153,7 @@ class SDPAttention:
         return AttentionCall(kernel, spans, range(tokens.shape[1]), tokens.device)
 
     def __call__(
-        self,
-        query: Tensor,
-        *,
-        key: Tensor,
-        value: Tensor,
-        mask: AttentionCall | None,
-        scores: ScoreOptions | None = None,
+        self, query: Tensor, *, key: Tensor, value: Tensor, mask: AttentionCall | None, scores: ScoreOptions | None
     ) -> Tensor:
         """Attend: plain causal attention, or the planned call."""
         kernel = self.kernels.full

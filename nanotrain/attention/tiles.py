@@ -71,19 +71,12 @@ class Spans:
         >>> Spans.of(torch.tensor([[0, 0, 0, 1, 1]]), length=5, window=1).first_keys.tolist()
         [[0, 0, 1, 3, 3]]
         """
-        positions = np.arange(length)
-        first_keys = np.zeros((1, length), dtype=np.int64)
+        positions, starts = np.arange(length), np.zeros((1, length), dtype=np.int64)
         if segment_ids is not None:
             ids = np.asarray(segment_ids)  # raises for a tensor on a GPU, which the host would have to wait for
-            starts = np.where(ids[:, 1:] != ids[:, :-1], positions[1:], 0)
-            first_keys = np.zeros(ids.shape, dtype=np.int64)
-            first_keys[:, 1:] = np.maximum.accumulate(starts, axis=1)
-        starts = first_keys
+            borders = np.where(ids[:, 1:] != ids[:, :-1], positions[1:], 0)
+            starts = np.maximum.accumulate(np.pad(borders, ((0, 0), (1, 0))), axis=1)
         return cls(starts if window is None else np.maximum(starts, positions - window), starts, window)
-
-    def on(self, device: torch.device) -> Tensor:
-        """`first_keys` as a tensor on a device, without a host sync."""
-        return on_device(self.first_keys, device)
 
 
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -221,7 +214,7 @@ def plan_chunks(
     """
     tiles = tuple(tile for q, k, is_first in pairs for tile in plan_tiles(spans, queries=q, keys=k, is_first=is_first))
     is_masked = any(tile.is_masked for tile in tiles)
-    return TilePlan(tiles, queries, keys, spans.on(queries.device) if is_masked else None)
+    return TilePlan(tiles, queries, keys, on_device(spans.first_keys, queries.device) if is_masked else None)
 
 
 def forward_tiles(

@@ -125,7 +125,7 @@ def kept(core, *, window=None) -> int:
     query, key, value = (x.clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value))
     mask = core.plan_mask(ids, tokens=query[..., 0, 0], window=window)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = core(query, key=key, value=value, mask=mask)
+        out = core(query, key=key, value=value, mask=mask, scores=None)
     assert out.shape == value.shape
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 

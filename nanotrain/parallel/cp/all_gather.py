@@ -44,13 +44,7 @@ class AllGatherAttention:
         return tuple(AttentionCall(kernel, spans, chunk, tokens.device) for chunk in chunks)
 
     def __call__(
-        self,
-        query: Tensor,
-        *,
-        key: Tensor,
-        value: Tensor,
-        mask: tuple[AttentionCall, ...],
-        scores: ScoreOptions | None = None,
+        self, query: Tensor, *, key: Tensor, value: Tensor, mask: tuple[AttentionCall, ...], scores: ScoreOptions | None
     ) -> Tensor:
         """All-gather, then attend chunk by chunk."""
         local = torch.cat((key, value), dim=-1)

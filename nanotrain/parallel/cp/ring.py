@@ -78,13 +78,7 @@ class RingAttention:
 
     @eager  # transfers stay out of compiled graphs
     def __call__(
-        self,
-        query: Tensor,
-        *,
-        key: Tensor,
-        value: Tensor,
-        mask: tuple[TilePlan, ...],
-        scores: ScoreOptions | None = None,
+        self, query: Tensor, *, key: Tensor, value: Tensor, mask: tuple[TilePlan, ...], scores: ScoreOptions | None
     ) -> Tensor:
         """Attend to all keys of the group, one step at a time."""
         sink = None if scores is None else scores.sink

@@ -43,13 +43,7 @@ class UlyssesAttention:
         return self.sdpa.plan_mask(segment_ids, tokens=full, window=window)
 
     def __call__(
-        self,
-        query: Tensor,
-        *,
-        key: Tensor,
-        value: Tensor,
-        mask: AttentionCall | None,
-        scores: ScoreOptions | None = None,
+        self, query: Tensor, *, key: Tensor, value: Tensor, mask: AttentionCall | None, scores: ScoreOptions | None
     ) -> Tensor:
         """All-to-all, attend, all-to-all."""
         cp, groups = self.group.size, key.shape[2]

@@ -82,7 +82,7 @@ def run(
     """Forward and backward of a core attention."""
     query, key, value = (tensor.clone().requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value))
     mask = core_attention.plan_mask(segment_ids, tokens=query[:, :, 0, 0], window=window)
-    out = core_attention(query, key=key, value=value, mask=mask)
+    out = core_attention(query, key=key, value=value, mask=mask, scores=None)
     out.backward(inputs.out)
     assert query.grad is not None and key.grad is not None and value.grad is not None
     return Tensors(out.detach(), query.grad, key.grad, value.grad)

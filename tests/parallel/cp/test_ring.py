@@ -70,7 +70,8 @@ def test_inputs_and_gradients_may_have_any_strides(ctx):
     # the gradient of a sum is one number, expanded
     query, key, value = (x.requires_grad_() for x in (inputs.query, inputs.key, inputs.value))
     core = build_core_attention("p2p", group)
-    core(query, key=key, value=value, mask=core.plan_mask(None, tokens=query[..., 0, 0])).sum().backward()
+    mask = core.plan_mask(None, tokens=query[..., 0, 0])
+    core(query, key=key, value=value, mask=mask, scores=None).sum().backward()
     ones = Tensors(torch.ones_like(inputs.out), *(x.detach() for x in (query, key, value)))
     torch.testing.assert_close(value.grad, run(build_core_attention("p2p", group), ones).value, rtol=1e-13, atol=1e-13)
 
@@ -92,7 +93,8 @@ def test_results_and_gradients_of_the_steps_are_accumulated_in_fp32(monkeypatch)
     monkeypatch.setattr(ring, "forward_tiles", forward)
     monkeypatch.setattr(ring, "tile_gradients", gradients)
     query, key, value = (torch.ones(1, 4, 2, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    RingAttention(Group.single_rank("cp"))(query, key=key, value=value, mask=plans).sum().backward()
+    ring_attention = RingAttention(Group.single_rank("cp"))
+    ring_attention(query, key=key, value=value, mask=plans, scores=None).sum().backward()
     assert totals == [None] + [torch.float32] * 3
     for tensor in (query, key, value):
         assert torch.equal(tensor.grad, torch.full_like(tensor, 1 + 3 * 2.0**-9))
