@@ -182,7 +182,7 @@ def measure(context: ParallelContext, case: Case) -> Row:
         device=context.device,
     )
     data_parallel.fill_params(partial(initialize, stage, seed=1))
-    scale = LossScale.of(PrecisionConfig())
+    scale = LossScale(PrecisionConfig())
     optimizer = DistributedOptimizer(
         [data_parallel], OptimConfig(), precision=case.precision, loss_scale=scale, groups=context.groups
     )

@@ -94,7 +94,7 @@ class ShardedModule:
             [self.data_parallel],
             optim,
             precision=Precision.of(precision),
-            loss_scale=LossScale.of(precision, context.device),
+            loss_scale=LossScale(precision, context.device),
             groups=context.groups,
         )
         # the loss is divided by the ranks here, unless the collectives divide the gradients

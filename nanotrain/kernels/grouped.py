@@ -28,10 +28,8 @@ from torch import Tensor, nn
 from nanotrain.comm.device import compute_capability
 from nanotrain.kernels.deferred_wgrad import WgradQueue, is_deferring
 from nanotrain.kernels.linear import GradView, grad_view_of, write_wgrad
-from nanotrain.kernels.linear import wgrad as linear_wgrad
 
-# torch 2.10 has it under both names, older versions under the private name only.
-_grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+_grouped_mm: Any = F.grouped_mm
 # oneDNN compiles and keeps a kernel for every new number of rows of a 16-bit product: measured on a CPU with AMX, 0.75
 # MB per kernel, and 490 kernels in 40 steps of a small model. So rows are padded to multiples of this number.
 CPU_ROWS = 64
@@ -91,7 +89,7 @@ class LoopedMM(GroupedMM):
 def multiply_each(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
     """`GroupedMM.multiply` with one product per expert; in 16 bit on a CPU over a multiple of `CPU_ROWS` tokens."""
     ends, unit = offs.tolist(), _row_unit(a)
-    experts = _tokens_of_experts(ends)
+    experts = tokens_of_experts(ends)
     if b.ndim == 2:
         rows = a.t()
         return torch.stack([_padded(rows[tokens], unit).t() @ _padded(b[tokens], unit) for tokens in experts])
@@ -116,16 +114,13 @@ def accumulate_each(grad: Tensor, x: Tensor, *, ends: Sequence[int], view: GradV
         return False
     buffer, has_grads = target
     unit = _row_unit(x)
-    for tokens, matrix in zip(_tokens_of_experts(ends), buffer, strict=True):
-        operands = _padded(grad[tokens], unit), _padded(x[tokens], unit)
-        if has_grads:
-            linear_wgrad(*operands, add_to=matrix)
-        else:
-            write_wgrad(*operands, out=matrix)
+    for tokens, matrix in zip(tokens_of_experts(ends), buffer, strict=True):
+        write_wgrad(_padded(grad[tokens], unit), _padded(x[tokens], unit), out=matrix, adds=has_grads)
     return True
 
 
-def _tokens_of_experts(ends: Sequence[int]) -> list[slice]:
+def tokens_of_experts(ends: Sequence[int]) -> list[slice]:
+    """The tokens of each expert, from their ends."""
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
@@ -147,7 +142,7 @@ def select_gemm(weight: Tensor) -> GroupedMM:
     ['GroupedMM', 'LoopedMM']
     """
     is_aligned = all(size * weight.itemsize % _ALIGNMENT_BYTES == 0 for size in weight.shape[1:])
-    return GroupedMM() if is_aligned and _grouped_mm is not None else LoopedMM()
+    return GroupedMM() if is_aligned else LoopedMM()
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ neither. Its backward calls the operator `nanotrain::write_wgrad`, which finds t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -62,9 +62,11 @@ def _add_cast(total: Tensor, product: Tensor) -> Tensor:
     return total
 
 
-def write_wgrad(grad: Tensor, x: Tensor, *, out: Tensor) -> None:
-    """[T, O], [T, I] -> `out` [O, I], perhaps in fp32 from 16 bit."""
-    if out.dtype is grad.dtype:
+def write_wgrad(grad: Tensor, x: Tensor, *, out: Tensor, adds: bool = False) -> None:
+    """[T, O], [T, I] -> `out` [O, I], perhaps in fp32 from 16 bit; written, or added to what it holds."""
+    if adds:
+        wgrad(grad, x, add_to=out)
+    elif out.dtype is grad.dtype:
         torch.mm(grad.t(), x, out=out)
     elif adds_wider(grad.device.type):
         torch.mm(grad.t(), x, out_dtype=out.dtype, out=out)
@@ -89,22 +91,14 @@ class GradView:
     # the same, with the view in every backward of the wrapper; None: graphs return the gradient to autograd
     start_write_in_graph: Callable[[], tuple[Tensor, bool] | None] | None = None
 
-    @property
-    def in_graph(self) -> "GradView":
-        """The view, for an operator of a graph that returns no gradient."""
-        assert self.start_write_in_graph is not None, "this graph returns the gradient"
-        return replace(self, start_write=self.start_write_in_graph)
-
-    def accumulate(self, grad: Tensor, x: Tensor) -> bool:
+    def accumulate(self, grad: Tensor, x: Tensor, *, in_graph: bool = False) -> bool:
         """[T, O], [T, I]: write the product to the view [O, I], or add it there; whether it can be written now."""
-        target = self.start_write()
+        start_write = self.start_write_in_graph if in_graph else self.start_write
+        assert start_write is not None, "a graph without it returns the gradient"
+        target = start_write()
         if target is None:
             return False
-        buffer, has_grads = target
-        if has_grads:
-            wgrad(grad, x, add_to=buffer)
-        else:
-            write_wgrad(grad, x, out=buffer)
+        write_wgrad(grad, x, out=target[0], adds=target[1])
         return True
 
 
@@ -261,7 +255,7 @@ def write_in_graph(weight: Tensor, operands: Sequence[Tensor]) -> None:
         RuntimeError: the backward is not that of a step, so nothing would receive the gradient.
     """
     view = grad_view_in_graph(weight)
-    if view is None or not view.in_graph.accumulate(*operands):
+    if view is None or not view.accumulate(*operands, in_graph=True):
         raise RuntimeError(
             "compiled blocks write weight gradients to the gradient buffer, and this backward is outside of a training"
             " step: use --no-gradient-accumulation-fusion or --no-torch-compile"
@@ -273,17 +267,10 @@ def _(weight: Tensor, operands: Sequence[Tensor]) -> None:
     """The operator has no outputs."""
 
 
-def _declare_effect() -> bool:
-    """Declare that the operator has an effect: a compiler removes an operator without outputs, and the gradient is 0.
-
-    Returns whether this torch can: 2.10 fails to partition effects of a backward.
-    """
-    if torch.__version__ < "2.11":  # compared as versions
-        return False
+# A compiler removes an operator without outputs and without an effect, and the gradient would be 0. torch 2.10 fails to
+# partition effects of a backward, so its graphs return gradients.
+CAN_TRACE = torch.__version__ >= "2.11"  # compared as versions
+if CAN_TRACE:
     from torch._library.effects import EffectType
 
     write_in_graph.register_effect(EffectType.ORDERED)
-    return True
-
-
-CAN_TRACE = _declare_effect()

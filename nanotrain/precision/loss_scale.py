@@ -20,45 +20,21 @@ class LossScale:
     """A loss scale and the counters that change it.
 
     Args:
-        scale: initial factor of the loss.
-        is_dynamic: whether overflows and steps without overflow change the scale.
-        minimum: smallest scale.
-        window: steps without overflow after which the scale doubles.
-        hysteresis: overflows after which the scale halves.
-        device: of a dynamic scale.
+        config: dtype of the parameters, initial and smallest scale, window and hysteresis.
+        device: device of a dynamic scale.
     """
 
-    def __init__(
-        self,
-        scale: float,
-        *,
-        is_dynamic: bool,
-        minimum: float,
-        window: int,
-        hysteresis: int,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.is_dynamic, self.minimum = is_dynamic, minimum
-        self._window, self._hysteresis, self._device = window, hysteresis, torch.device(device)
-        self._constant = scale
-        self._scale: Tensor
-        self._clean_steps: Tensor
-        self._overflows_left: Tensor
-        self._set(scale, clean_steps=0, overflows_left=hysteresis)
-
-    @classmethod
-    def of(cls, config: PrecisionConfig, device: torch.device | str = "cpu") -> "LossScale":
-        """The initial loss scale of a `precision` config section."""
+    def __init__(self, config: PrecisionConfig, device: torch.device | str = "cpu") -> None:
         is_fp16 = config.params_dtype == "fp16"
-        is_dynamic, constant = is_fp16 and not config.loss_scale, config.loss_scale if is_fp16 else 1.0
-        return cls(
-            config.initial_loss_scale if is_dynamic else constant,
-            is_dynamic=is_dynamic,
-            minimum=config.min_loss_scale,
-            window=config.loss_scale_window,
-            hysteresis=config.hysteresis,
-            device=device,
-        )
+        self.is_dynamic = is_fp16 and not config.loss_scale
+        self.minimum, self._config, self._device = config.min_loss_scale, config, torch.device(device)
+        self._constant = config.loss_scale if is_fp16 else 1.0
+        self._set(config.initial_loss_scale, clean_steps=0, overflows_left=config.hysteresis)
+
+    def _set(self, scale: float, *, clean_steps: int, overflows_left: int) -> None:
+        self._scale = torch.full((), scale, dtype=torch.float64, device=self._device)
+        self._clean_steps = torch.full((), clean_steps, dtype=torch.int64, device=self._device)
+        self._overflows_left = torch.full((), overflows_left, dtype=torch.int64, device=self._device)
 
     @property
     def scale(self) -> float | Tensor:
@@ -76,11 +52,11 @@ class LossScale:
         overflowed = found_inf > 0
         left = torch.where(overflowed, self._overflows_left - 1, self._overflows_left)
         clean = torch.where(overflowed, 0, self._clean_steps + 1)
-        halves, doubles = overflowed & (left <= 0), clean == self._window
+        halves, doubles = overflowed & (left <= 0), clean == self._config.loss_scale_window
         halved = (self._scale / 2).clamp(min=self.minimum)
         self._scale = torch.where(halves, halved, torch.where(doubles, self._scale * 2, self._scale))
         self._clean_steps = torch.where(doubles, 0, clean)
-        self._overflows_left = torch.where(doubles, self._hysteresis, left)
+        self._overflows_left = torch.where(doubles, self._config.hysteresis, left)
 
     def state_dict(self) -> dict[str, float]:
         """The state that a resumed run needs, as JSON; waits for the device."""
@@ -98,8 +74,3 @@ class LossScale:
         if self.is_dynamic and was_dynamic:
             clean_steps, overflows_left = int(state["clean_steps"]), int(state["overflows_left"])
             self._set(state["scale"], clean_steps=clean_steps, overflows_left=overflows_left)
-
-    def _set(self, scale: float, *, clean_steps: int, overflows_left: int) -> None:
-        self._scale = torch.full((), scale, dtype=torch.float64, device=self._device)
-        self._clean_steps = torch.full((), clean_steps, dtype=torch.int64, device=self._device)
-        self._overflows_left = torch.full((), overflows_left, dtype=torch.int64, device=self._device)

@@ -78,7 +78,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
         data_parallel,
         config.optim,
         precision=Precision.of(config.precision),
-        loss_scale=LossScale.of(config.precision, context.device),
+        loss_scale=LossScale(config.precision, context.device),
         groups=context.groups,
     )
     for balance in optimizer.matrix_balances:

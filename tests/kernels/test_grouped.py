@@ -118,11 +118,6 @@ def test_weights_with_unaligned_rows_are_looped(outputs, inputs, dtype, expected
     assert type(select_gemm(torch.empty(2, outputs, inputs, dtype=dtype))) is expected
 
 
-def test_without_a_grouped_product_in_torch_everything_is_looped(monkeypatch):
-    monkeypatch.setattr(grouped, "_grouped_mm", None)
-    assert type(select_gemm(torch.empty(2, 64, 64))) is LoopedMM
-
-
 def test_without_tokens_torch_is_not_called(monkeypatch):
     monkeypatch.setattr(grouped, "_grouped_mm", None)
     rows, weight, grad, offs = parts([0, 0, 0], 0)

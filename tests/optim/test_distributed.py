@@ -44,7 +44,7 @@ class Trainee:
             [self.parallel],
             config,
             precision=precision or Precision.of(precision_config),
-            loss_scale=LossScale.of(precision_config),
+            loss_scale=LossScale(precision_config),
             groups=ctx.groups,
         )
 

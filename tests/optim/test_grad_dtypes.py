@@ -48,7 +48,7 @@ def train(ctx: ParallelContext, strategy: str, *, precision: Precision, outer: b
     for param in stage.parameters():
         param.data.copy_(torch.linspace(-1, 1, param.numel()).view(param.shape))
     config = OptimConfig(lr=0.01, clip_grad=0.0, weight_decay=0.1)
-    scale = LossScale.of(PrecisionConfig())
+    scale = LossScale(PrecisionConfig())
     optimizer = DistributedOptimizer([parallel], config, precision=precision, loss_scale=scale, groups=ctx.groups)
     num_ranks = ctx.topology.world_size if options.get("averages") else 1
     for step in (1, 2):

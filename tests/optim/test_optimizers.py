@@ -2,7 +2,7 @@
 
 import torch
 
-from nanotrain.config.config import OptimConfig
+from nanotrain.config.config import OptimConfig, PrecisionConfig
 from nanotrain.optim import OPTIMIZERS
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.rule import MatrixRule, UpdateRule
@@ -48,7 +48,7 @@ def optimize(ctx, rule: UpdateRule, *, strategy: str = "optim") -> tuple[Toy, Di
         [parallel],
         OptimConfig(optimizer="from_outside", weight_decay=0.0, clip_grad=0.0),
         precision=Precision(params=torch.float32),
-        loss_scale=LossScale(1.0, is_dynamic=False, minimum=1.0, window=1, hysteresis=1),
+        loss_scale=LossScale(PrecisionConfig()),
         groups=ctx.groups,
     )
     for _ in range(2):

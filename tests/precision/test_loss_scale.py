@@ -13,7 +13,7 @@ from nanotrain.precision.loss_scale import LossScale
 
 def scale(**fields) -> LossScale:
     defaults = {"initial_loss_scale": 1024.0, "loss_scale_window": 3, "hysteresis": 2}
-    return LossScale.of(PrecisionConfig(params_dtype="fp16", **(defaults | fields)))
+    return LossScale(PrecisionConfig(params_dtype="fp16", **(defaults | fields)))
 
 
 def after(loss_scale: LossScale, steps: str) -> list[float]:
@@ -61,7 +61,7 @@ def test_it_never_falls_below_the_minimum():
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 def test_other_formats_keep_a_scale_of_one(kind):
-    fixed = LossScale.of(PrecisionConfig(params_dtype=kind))
+    fixed = LossScale(PrecisionConfig(params_dtype=kind))
     assert set(after(fixed, "o" * 5 + "c" * 5000)) == {1.0}
     fixed.load_state_dict(scale().state_dict())  # of a run in fp16
     assert fixed.scale == 1.0
@@ -70,7 +70,7 @@ def test_other_formats_keep_a_scale_of_one(kind):
 @pytest.mark.parametrize("has_flag", [True, False])  # checkpoints of format 1 have none
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 def test_fp16_resumed_from_another_dtype_starts_at_the_initial_loss_scale(kind, has_flag):
-    saved = LossScale.of(PrecisionConfig(params_dtype=kind))
+    saved = LossScale(PrecisionConfig(params_dtype=kind))
     after(saved, "ccoc")
     state = saved.state_dict()
     if not has_flag:

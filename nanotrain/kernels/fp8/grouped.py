@@ -20,7 +20,7 @@ from nanotrain.kernels.fp8.layer import Fp8Layer, Operand
 from nanotrain.kernels.fp8.products import Scales, tensor_amax
 from nanotrain.kernels.fp8.quantize import Quantized, block_amax, inverse_scales, quantize
 from nanotrain.kernels.fp8.scaled_mm import Groups, multiply_matrices, multiply_tokens, scaled_mm
-from nanotrain.kernels.grouped import GroupedMM, accumulate_each
+from nanotrain.kernels.grouped import GroupedMM, accumulate_each, tokens_of_experts
 from nanotrain.kernels.linear import GradView, wgrad
 
 ROW = (1, None)
@@ -75,8 +75,7 @@ class Fp8LoopedMM(GroupedMM):
 
     def _split(self, x: Tensor, offs: Tensor) -> list[Tensor]:
         """The tokens of each expert."""
-        ends = self._read_ends(offs)
-        return [x[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        return [x[tokens] for tokens in tokens_of_experts(self._read_ends(offs))]
 
     def _read_ends(self, offs: Tensor) -> list[int]:
         """`offs`; the host waits for it once per microbatch."""

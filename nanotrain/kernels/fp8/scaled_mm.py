@@ -104,21 +104,20 @@ _LAYOUTS: dict[Block, tuple[str, Callable[[Tensor], Tensor]]] = {
 
 def _pad_rows(quantized: Quantized) -> Quantized:
     """Rows of zeros at the end: the tokens of an expert are any number."""
-    missing = -len(quantized.values) % ALIGNMENT
-    if missing == 0:
-        return quantized
-    values, scales = quantized.values, quantized.inverse_scales
-    padded = F.pad(values.view(torch.uint8), (0, 0, 0, missing)).view(values.dtype)  # the byte 0 is 0.0
-    return Quantized(padded, F.pad(scales, (0, 0, 0, missing)) if quantized.block[0] == 1 else scales, quantized.block)
+    scales, padding = quantized.inverse_scales, (0, 0, 0, -len(quantized.values) % ALIGNMENT)
+    scales = F.pad(scales, padding) if quantized.block[0] == 1 else scales
+    return Quantized(_pad(quantized.values, padding), scales, quantized.block)
 
 
 def _pad_k(quantized: Quantized) -> Tensor:
     """The values, with zeros along K."""
     values, unit = quantized.values, max(ALIGNMENT, quantized.block[1] or 1)
-    missing = -values.shape[1] % unit
-    if missing == 0:
-        return values
-    return F.pad(values.view(torch.uint8), (0, missing)).view(values.dtype)  # the byte 0 is 0.0
+    return _pad(values, (0, -values.shape[1] % unit))
+
+
+def _pad(values: Tensor, padding: tuple[int, ...]) -> Tensor:
+    """fp8 values with zeros at the ends; the byte 0 is 0.0."""
+    return F.pad(values.view(torch.uint8), padding).view(values.dtype) if any(padding) else values
 
 
 _PRODUCTS = GroupedMM()

@@ -22,9 +22,9 @@ every run. Sums over the experts of a token are in fp32.
 T tokens of this rank   K experts per token   E experts   P permuted tokens   H hidden
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,32 +46,24 @@ class Routing:
     topk_weights: Tensor  # [T, K] fp32, the factors of the expert outputs
 
 
-class TokenDispatcher(Protocol):
-    """Sends the tokens of a rank to their experts and combines the outputs."""
-
-    keeps_dropped: bool  # whether dropped pairs are passed to `run_experts`, after those of the last expert
-
-    def __call__(self, x: Tensor, routing: Routing, *, run_experts: RunExperts) -> Tensor:
-        """[T, H] -> [T, H]: the weighted sum of the expert outputs of every token."""
-
-
-def build_token_dispatcher(num_experts: int, *, ep: Group, etp: Group) -> TokenDispatcher:
+def build_token_dispatcher(
+    num_experts: int, *, ep: Group, etp: Group
+) -> "LocalTokenDispatcher | AllToAllTokenDispatcher":
     """The dispatcher for experts sharded over `ep`, with matrices sharded over `etp`."""
-    if ep.size * etp.size == 1:
-        return LocalTokenDispatcher(num_experts)
-    return AllToAllTokenDispatcher(num_experts, ep=ep, etp=etp)
+    is_local = ep.size * etp.size == 1
+    return LocalTokenDispatcher(num_experts) if is_local else AllToAllTokenDispatcher(num_experts, ep=ep, etp=etp)
 
 
 class LocalTokenDispatcher:
     """All experts are on this rank; dropped pairs stay among the permuted tokens, so no host sync is needed."""
 
-    keeps_dropped = True
+    keeps_dropped = True  # dropped pairs are passed to `run_experts`, after those of the last expert
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
 
     def __call__(self, x: Tensor, routing: Routing, *, run_experts: RunExperts) -> Tensor:
-        """[T, H] -> [T, H]."""
+        """[T, H] -> [T, H]: the weighted sum of the expert outputs of every token."""
         permutation = plan_permutation(routing.topk_ids, self._num_experts)
         permuted = permute(x, permutation, num_permuted=routing.topk_ids.numel())
         permuted = run_experts(permuted, _offs(permutation.tokens_per_expert))
@@ -88,7 +80,7 @@ class AllToAllTokenDispatcher:
         self._num_experts, self._ep, self._etp = num_experts, ep, etp
 
     def __call__(self, x: Tensor, routing: Routing, *, run_experts: RunExperts) -> Tensor:
-        """[T, H] -> [T, H]."""
+        """[T, H] -> [T, H], as `LocalTokenDispatcher`."""
         permutation = plan_permutation(routing.topk_ids, self._num_experts)
         splits = self._exchange_counts(permutation.tokens_per_expert)
         permuted = permute(x, permutation, num_permuted=sum(splits.ep_inputs))
@@ -214,12 +206,12 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
-        padded = _Padded.of(grads[0], inverse)
-        if inverse.shape[1] == 1:
-            return padded.select(0), None, None
-        total = padded.select(0).float()
-        for k in range(1, inverse.shape[1]):
-            total += padded.select(k)
+        selected = _select(grads[0], inverse)
+        total = next(selected)
+        if inverse.shape[1] > 1:
+            total = total.float()
+        for grad in selected:
+            total += grad
         return total.to(grads[0].dtype), None, None
 
 
@@ -227,34 +219,24 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, permuted: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(permuted, weights, order, inverse)
-        padded = _Padded.of(permuted, inverse)
-        total = padded.select(0) * weights[:, :1]
-        for k in range(1, inverse.shape[1]):
-            total += padded.select(k) * weights[:, k, None]
+        selected = _select(permuted, inverse)
+        total = next(selected) * weights[:, :1]
+        for output, weight in zip(selected, weights.unbind(1)[1:], strict=True):
+            total += output * weight[:, None]
         return total.to(permuted.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         permuted, weights, order, inverse = ctx.saved_tensors
-        grad, padded = grads[0], _Padded.of(permuted, inverse)
+        grad = grads[0]
         grad_permuted = grad.index_select(0, order // inverse.shape[1]) * weights.flatten()[order, None]
-        grad_weights = [(padded.select(k) * grad.float()).sum(-1) for k in range(inverse.shape[1])]
+        grad_weights = [(output * grad.float()).sum(-1) for output in _select(permuted, inverse)]
         return grad_permuted.to(permuted.dtype), torch.stack(grad_weights, dim=1), None, None
 
 
-@dataclass(frozen=True)
-class _Padded:
-    """Permuted tokens, with zeros at the end for all dropped pairs."""
-
-    permuted: Tensor
-    inverse: Tensor
-
-    @classmethod
-    def of(cls, permuted: Tensor, inverse: Tensor) -> "_Padded":
-        if len(permuted) == inverse.numel():
-            return cls(permuted, inverse)
-        return cls(F.pad(permuted, (0, 0, 0, 1)), inverse.clamp(max=len(permuted)))
-
-    def select(self, k: int) -> Tensor:
-        """[T, H], the permuted tokens of every token's k-th expert."""
-        return self.permuted.index_select(0, self.inverse[:, k])
+def _select(permuted: Tensor, inverse: Tensor) -> Iterator[Tensor]:
+    """[T, H] for each k: the permuted tokens of every token's k-th expert, zeros for dropped pairs."""
+    if len(permuted) < inverse.numel():
+        permuted, inverse = F.pad(permuted, (0, 0, 0, 1)), inverse.clamp(max=len(permuted))
+    for positions in inverse.unbind(1):
+        yield permuted.index_select(0, positions)

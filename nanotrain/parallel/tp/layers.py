@@ -78,6 +78,11 @@ class TensorParallel:
         """For a layer whose weight is not sharded: no collectives, the same wgrad queue."""
         return replace(self, group=Group.single_rank("tp"), sequence_parallel=False)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether layers neither communicate nor defer weight gradients nor use fp8."""
+        return self.group.size == 1 and self.wgrad_queue is None and self.fp8 is None
+
     def enter(self, x: Tensor) -> Tensor:
         """[B, S or S/tp, H] -> [B, S, H]; backward sums the gradients of all ranks, once per call."""
         return gather_along(x, self.group, dim=SEQUENCE) if self.sequence_parallel else copy_to(x, self.group)
@@ -96,11 +101,9 @@ class TensorParallel:
 
     def start_enter_backward(self, grad: Tensor) -> Work[Tensor]:
         """Start the backward of `enter`; a contiguous `grad` [B, S, H] is overwritten."""
-        return (
-            start_reduce_scatter(grad, self.group, dim=SEQUENCE)
-            if self.sequence_parallel
-            else start_all_reduce(grad, self.group)
-        )
+        if self.sequence_parallel:
+            return start_reduce_scatter(grad, self.group, dim=SEQUENCE)
+        return start_all_reduce(grad, self.group)
 
 
 class ColumnParallelLinear(Linear):
@@ -119,7 +122,7 @@ class ColumnParallelLinear(Linear):
         rows: slice | None = None,
     ) -> None:
         super().__init__(weight, bias, fp8=_fp8_layer(tensor_parallel), rows=rows)
-        self.compute = _choose(tensor_parallel)
+        self.compute = _choose(tensor_parallel, is_plain=tensor_parallel.is_plain)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S or S/tp, I] -> [B, S, O]."""
@@ -142,9 +145,9 @@ class RowParallelLinear(Linear):
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, tensor_parallel: TensorParallel) -> None:
-        adds_bias = _is_plain(tensor_parallel)
-        super().__init__(weight, bias, fp8=_fp8_layer(tensor_parallel), adds_bias=adds_bias)
-        self.tensor_parallel, self.compute = tensor_parallel, _choose(tensor_parallel.unsharded, is_plain=adds_bias)
+        is_plain = tensor_parallel.is_plain
+        super().__init__(weight, bias, fp8=_fp8_layer(tensor_parallel), adds_bias=is_plain)
+        self.tensor_parallel, self.compute = tensor_parallel, _choose(tensor_parallel.unsharded, is_plain=is_plain)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, I/tp] -> [B, S or S/tp, O]."""
@@ -179,14 +182,8 @@ def _fp8_layer(tensor_parallel: TensorParallel) -> Fp8Layer | None:
     return None if tensor_parallel.fp8 is None else Fp8Layer(tensor_parallel.fp8)
 
 
-def _is_plain(tensor_parallel: TensorParallel) -> bool:
-    """Whether layers neither communicate nor defer weight gradients nor use fp8."""
-    return tensor_parallel.group.size == 1 and tensor_parallel.wgrad_queue is None and tensor_parallel.fp8 is None
-
-
-def _choose(tensor_parallel: TensorParallel, *, is_plain: bool | None = None) -> ComputeLinears:
+def _choose(tensor_parallel: TensorParallel, *, is_plain: bool) -> ComputeLinears:
     """The implementation of layers, chosen when they are built."""
-    is_plain = _is_plain(tensor_parallel) if is_plain is None else is_plain
     return partial(_on_one_rank if is_plain else _parallel, tensor_parallel=tensor_parallel)
 
 

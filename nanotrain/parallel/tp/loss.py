@@ -241,12 +241,8 @@ def softmax_gradient(logits: Tensor, *, column: Tensor, is_local: Tensor, combin
     Returns:
         [t] fp32, 0 where the label is not local; and [t, V], fp32 or in the memory of the logits.
     """
-    compute = _by_triton if _uses_triton(logits) else _by_torch
+    compute = _by_triton if logits.is_cuda and logits.dtype in TRITON_DTYPES and _has_triton() else _by_torch
     return compute(logits, column=column, is_local=is_local, combine=combine)
-
-
-def _uses_triton(logits: Tensor) -> bool:
-    return logits.is_cuda and logits.dtype in TRITON_DTYPES and _has_triton()
 
 
 @cache

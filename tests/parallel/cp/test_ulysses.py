@@ -31,7 +31,7 @@ def test_key_value_heads_are_repeated_to_the_least_common_multiple(ctx):
     attention._all_to_all = lambda shards: sent.append(shards.shape) or shards
     for groups, repeated in ((1, 4), (2, 4), (4, 4), (6, 12)):
         local = shard(random_inputs(Shape(heads=12, groups=groups), dtype=torch.float32), ctx.group("cp"))
-        attention(local.query, key=local.key, value=local.value, mask=None)
+        attention(local.query, key=local.key, value=local.value, mask=None, scores=None)
         assert sent[-2][-1] == (12 + 2 * repeated) * 8 // 4
 
 
@@ -40,7 +40,7 @@ def test_heads_that_cp_does_not_divide_are_never_computed(ctx):
     local = shard(random_inputs(Shape(heads=3, groups=3), dtype=torch.float32), ctx.group("cp"))
     attention = UlyssesAttention(ctx.group("cp"))
     with pytest.raises(AssertionError, match="cp = 2 does not divide 3 query heads"):
-        attention(local.query, key=local.key, value=local.value, mask=None)
+        attention(local.query, key=local.key, value=local.value, mask=None, scores=None)
     with pytest.raises(Exception, match="divide"):  # what is left of the check under python -O
         attention._to_head_shards([local.query, local.key, local.value])
 
