@@ -7,29 +7,14 @@ from typing import Any
 from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.config.notation import write_pattern
 from nanotrain.config.schema import without_absent
+from nanotrain.interop.hf.tables import read_tables
 from nanotrain.spec.shape import ModelShape
-
-# Keys that may differ from the weights: they change training or memory layout, not what the model computes.
-FREE_KEYS = (
-    "make_vocab_size_divisible_by",
-    "init_method_std",
-    "attention_dropout",
-    "hidden_dropout",
-    "mtp.loss_scaling_factor",
-)
-FREE_EXPERT_KEYS = (
-    "moe.router_load_balancing_type",
-    "moe.aux_loss_coeff",
-    "moe.z_loss_coeff",
-    "moe.router_bias_update_rate",
-    "moe.router_force_load_balancing",
-    "moe.expert_capacity_factor",
-)
 
 
 def free_keys(model_config: ModelConfig) -> tuple[str, ...]:
     """Keys of the model section that do not depend on the weights."""
-    return FREE_KEYS if model_config.moe is None else FREE_KEYS + FREE_EXPERT_KEYS
+    tables = read_tables()
+    return (*tables["free_keys"], *(() if model_config.moe is None else tables["free_expert_keys"]))
 
 
 def resolved(model_config: ModelConfig) -> ModelConfig:

@@ -21,20 +21,12 @@ from nanotrain.config.schema import value_of, with_values
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical, free_keys
 from nanotrain.interop.hf.families import model_from_hf, read_config
+from nanotrain.interop.hf.tables import read_tables
 from nanotrain.runs.files import write_text
 from nanotrain.untrusted import MAX_TOKENIZER_BYTES, object_of, parse_json, read_file
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
+TOKENIZER_FILES: tuple[str, ...] = tuple(read_tables()["tokenizer_files"])
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Entries that do not hold for what is exported: the weights are dequantized, and no code of the folder is copied.
 _NOT_EXPORTED = ("quantization_config", "auto_map")

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 
@@ -62,8 +63,8 @@ def export_weights(
     """
     companions = companions or Companions()
     family = _choose_family(model_config, family, preferred=companions.family())
-    mappings = map_parameters(model_config, FAMILIES[family].naming)
-    copies = mtp_copies(model_config, FAMILIES[family].naming)
+    mappings = map_parameters(model_config, FAMILIES[family])
+    copies = mtp_copies(model_config, FAMILIES[family])
     nbytes = _num_elements(mappings, copies) * TORCH_DTYPES[dtype].itemsize
     name, has_tokenizer = folder.resolve().name, companions.tokenizer_source is not None
     with export_folder(folder, nbytes=nbytes) as temporary:
@@ -89,10 +90,8 @@ def export_weights(
 def _choose_family(model_config: ModelConfig, name: str | None, *, preferred: str | None) -> str:
     """The family of that name, else the preferred one if it can represent the model, else the first that can."""
     if name is None and preferred in FAMILIES:
-        try:
+        with suppress(HuggingFaceError):  # the model has changed since it was imported
             return family_of(model_config, name=preferred)
-        except HuggingFaceError:  # the model has changed since it was imported
-            return family_of(model_config)
     return family_of(model_config, name=name)
 
 

@@ -9,12 +9,10 @@ feature is lost. docs/new_family.md shows how to add a family: one row of famili
     check_against                           checks the configured model against a pretrained checkpoint
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from nanotrain.config.model import ModelConfig, MTPConfig
 from nanotrain.config.schema import (
@@ -33,35 +31,37 @@ from nanotrain.interop.hf.canonical import canonical, free_keys
 from nanotrain.interop.hf.layout import Layout
 from nanotrain.interop.hf.names import HFName, Naming
 from nanotrain.interop.hf.parts import PARTS
+from nanotrain.interop.hf.tables import TABLES, read_tables
 from nanotrain.interop.hf.weights import has_mtp_weights
 from nanotrain.untrusted import parse_json, read_file
 
-TABLES = Path(__file__).with_name("families.yaml")
 
-
-@dataclass(frozen=True)
-class Family:
-    """One `model_type` of Hugging Face."""
+@dataclass(frozen=True, kw_only=True)
+class Family(Layout, Naming):
+    """One `model_type` of Hugging Face: its config.json, and the names of its tensors."""
 
     architecture: str  # class name in config.json
-    layout: Layout  # config.json <-> model section
-    naming: Naming  # names of the tensors
-    other_namings: tuple[Naming, ...] = ()  # names that files may have but that are never written
     prefix: str = "model."  # of every tensor but the head; files of the base model without a head omit it
-    # suffixes of tensors that are not weights (buffers in old files)
-    ignored: tuple[str, ...] = ()
+    ignored: Sequence[str] = ()  # suffixes of tensors that are not weights (buffers in old files)
     # files may have layers beyond the model's, for multi-token prediction that is left out
     ignores_later_layers: bool = False
+
+    @property
+    def namings(self) -> tuple[Naming, ...]:
+        """The names that files may have; the first ones are written."""
+        if not self.other_layers:
+            return (self,)
+        return self, replace(self, layers={**self.layers, **self.other_layers})
 
 
 def load_families(path: Path = TABLES) -> dict[str, Family]:
     """The families of a file such as families.yaml, which describes the tables and whose rows others may start from."""
-    rows: dict[str, Any] = {}
-    content: dict[str, Any] = {}
-    for file in dict.fromkeys((TABLES, path)):
-        content = yaml.load(file.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        rows |= content.get("shared", {}) | content["families"]
-    return {name: _family_of_row(_complete(name, rows)) for name in content["families"]}
+    rows = {name: row for file in (TABLES, path) for name, row in _rows(read_tables(file)).items()}
+    return {name: _family_of_row(_complete(name, rows)) for name in read_tables(path)["families"]}
+
+
+def _rows(tables: Mapping[str, Any]) -> dict[str, Any]:
+    return {**tables.get("shared", {}), **tables["families"]}
 
 
 def _complete(name: str, rows: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,35 +81,11 @@ def _complete(name: str, rows: Mapping[str, Any]) -> dict[str, Any]:
 def _family_of_row(row: dict[str, Any]) -> Family:
     row["fixed"] = {key: convert(KEYS[f"model.{key}"], value) for key, value in row.get("fixed", {}).items()}
     row["required"] = {entry: values for entry, values in row.get("required", {}).items() if values}
-    row["parts"] = tuple(PARTS[name] for name in row["parts"])
-    row["layers"] = _names(row["layers"])
-    row["layout"], row["naming"] = _build(Layout, row), _build(Naming, row)
-    if "other_layers" in row:
-        layers = {**row["layers"], **_names(row["other_layers"])}
-        row["other_namings"] = (replace(row["naming"], layers=layers),)
-    row["ignored"] = tuple(row["ignored"])
-    unknown = (
-        row.keys() - {field.name for kind in (Family, Layout, Naming) for field in fields(kind)} - {"other_layers"}
-    )
-    assert not unknown, f"a row of families has the tables {sorted(unknown)}, which nothing reads"
-    family: Family = _build(Family, row)
-    return family
-
-
-def _build(kind: Any, row: Mapping[str, Any]) -> Any:
-    """An instance of a dataclass from the entries of a row that are its fields."""
-    return kind(**{field.name: row[field.name] for field in fields(kind) if field.name in row})
-
-
-def _names(table: Mapping[str, Any]) -> dict[str, HFName]:
-    rows = {module: name if isinstance(name, dict) else {"name": name} for module, name in table.items()}
-    return {
-        module: _build(HFName, {key: _as_tuple(value) for key, value in row.items()}) for module, row in rows.items()
-    }
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    row["parts"] = [PARTS[name] for name in row["parts"]]
+    for table in ("layers", "other_layers"):
+        names = row.get(table, {}).items()
+        row[table] = {module: HFName(**(name if isinstance(name, dict) else {"name": name})) for module, name in names}
+    return Family(**row)
 
 
 # A model is exported as the first family that can represent it.
@@ -128,7 +104,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     family = _family(str(raw.get("model_type", "(none)")))
     try:
         # With the bounds of a configuration: a size may be text, negative or a fraction in a damaged file.
-        return without_absent(config_from_dict({"model": nest(family.layout.read(raw))}).model)
+        return without_absent(config_from_dict({"model": nest(family.read(raw))}).model)
     except ConfigError as error:
         why = str(error)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -198,7 +174,7 @@ def config_to_hf(model_config: ModelConfig, *, family: str, dtype: str = "float3
         "torch_dtype": dtype,
         "use_cache": True,
     }
-    return shared | FAMILIES[family].layout.write(model_config)
+    return shared | FAMILIES[family].write(model_config)
 
 
 def check_against(from_hf: ModelConfig, configured: ModelConfig, *, explicit: frozenset[str]) -> ModelConfig:
@@ -235,10 +211,10 @@ def check_against(from_hf: ModelConfig, configured: ModelConfig, *, explicit: fr
 
 
 def _lost_fields(model_config: ModelConfig, family: Family) -> list[str]:
-    if "moe.num_experts" in family.layout.entries.values() and not value_of(model_config, "moe.num_experts"):
+    if "moe.num_experts" in family.entries.values() and not value_of(model_config, "moe.num_experts"):
         return ["a model without experts"]
     try:
-        back = with_values(ModelConfig(), family.layout.read(family.layout.write(model_config)))
+        back = with_values(ModelConfig(), family.read(family.write(model_config)))
     except HuggingFaceError as error:
         return [error.what]
     free = {key: value_of(back, key) for key in free_keys(model_config) if key != "init_method_std"}

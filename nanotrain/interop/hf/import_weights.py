@@ -54,7 +54,7 @@ class WeightReader:
         family = FAMILIES[raw["model_type"]]
         self._files = WeightFiles(folder, prefix=family.prefix, block_size=fp8_block_size(raw))
         self._mappings = _mappings_of(self._files, family, model_config=model_config)
-        copies = {copy for names in mtp_copies(model_config, family.naming).values() for copy in names}
+        copies = {copy for names in mtp_copies(model_config, family).values() for copy in names}
         _check(self._files, self._mappings, family=family, needless=copies)
 
     def fill(self, target: Tensor, wanted: TensorBox) -> None:
@@ -105,7 +105,7 @@ def _fill(target: Tensor, wanted: TensorBox, *, mapping: TensorMapping, files: W
 
 def _mappings_of(files: WeightFiles, family: Family, *, model_config: ModelConfig) -> dict[str, TensorMapping]:
     """The mappings by the naming of the family that matches most of the files' tensors."""
-    candidates = [map_parameters(model_config, naming) for naming in (family.naming, *family.other_namings)]
+    candidates = [map_parameters(model_config, naming) for naming in family.namings]
     return max(candidates, key=lambda mappings: len(_tensors(mappings).keys() & files.shapes.keys()))
 
 
@@ -122,7 +122,7 @@ def _check(
     found = {
         name: shape
         for name, shape in files.shapes.items()
-        if not name.endswith(family.ignored) and name not in needless - expected.keys()
+        if not name.endswith(tuple(family.ignored)) and name not in needless - expected.keys()
     }
     if family.ignores_later_layers:
         found = {name: shape for name, shape in found.items() if not _is_later_layer(name, expected)}

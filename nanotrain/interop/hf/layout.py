@@ -4,7 +4,7 @@ Layout, Part             config.json <-> values of the model section, by key ("m
 reject, require_values   the error for an unsupported feature
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -28,7 +28,7 @@ def reject(key: str, value: Any, *, instead: str) -> NoReturn:
     raise HuggingFaceError(f"config.json has {key}: {value!r}", why=why, fix=fix)
 
 
-def require_values(raw: Raw, required: Mapping[str, tuple[Any, ...]]) -> None:
+def require_values(raw: Raw, required: Mapping[str, Sequence[Any]]) -> None:
     """Check entries of which only some values are supported; a missing one has the first, and null is false.
 
     Raises:
@@ -44,20 +44,21 @@ def require_values(raw: Raw, required: Mapping[str, tuple[Any, ...]]) -> None:
 class Part:
     """Entries that a table cannot express."""
 
-    read: Callable[[Raw], Values]  # config.json, with defaults -> values of the model section by key
-    write: Callable[[ModelConfig], Values]  # model -> entries
+    # config.json, with defaults -> values of the model section by key; model -> entries
+    read: Callable[[Raw], Values] = lambda raw: {}
+    write: Callable[[ModelConfig], Values] = lambda model_config: {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """The config.json of a family; what it cannot represent is detected by writing and reading back."""
 
     entries: Mapping[str, str]  # entry -> the key of the model section with its value
     defaults: Raw = field(default_factory=dict)  # of transformers for entries that config.json leaves out
-    required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # supported values; the first is written
+    required: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # supported values; the first is written
     fixed: Values = field(default_factory=dict)  # values of the model section that all models of the family have
     written: Values = field(default_factory=dict)  # entries that describe no weights: written and not read
-    parts: tuple[Part, ...] = ()
+    parts: Sequence[Part] = ()
 
     def read(self, raw: Raw) -> Values:
         """The values of the model section by key.

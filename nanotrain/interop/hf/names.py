@@ -12,7 +12,7 @@ Stacked experts are one tensor per expert where a family stores them apart. Some
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -31,22 +31,21 @@ class HFName:
 
     # without ".weight" and ".bias" unless `is_full`; with {expert} there is one tensor per expert
     name: str
-    fused: tuple[str, ...] = ()  # the modules, itself among them, that the tensor concatenates along the outputs
+    fused: Sequence[str] = ()  # the modules, itself among them, that the tensor concatenates along the outputs
     transposed: bool = False  # a matrix is stored as [inputs, outputs]
-    interleaved: tuple[int, int] = (0, 1)  # of modules whose outputs alternate in the tensor: which, of how many
+    interleaved: Sequence[int] = (0, 1)  # of modules whose outputs alternate in the tensor: which, of how many
     is_full: bool = False  # the name has no ".weight" appended
     has_neighbour_pairs: bool = False  # rotary channels are stored so that neighbours are a pair; with MLA
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Naming:
     """The tensor names of a family."""
 
     ends: Mapping[str, str]  # names of embedding, final norm and head
     layer: str  # prefix of the tensors of a layer, with {layer}
-    layers: Mapping[
-        str, HFName
-    ]  # names relative to that prefix, by module name relative to a layer ("attention.query")
+    layers: Mapping[str, HFName]  # names relative to that prefix, by module name in a layer ("attention.query")
+    other_layers: Mapping[str, HFName] = field(default_factory=dict)  # names that are read and never written
     # of a layer of multi-token prediction, whose numbers follow those of the model: what it has beside a layer, and
     # the ends of the model that it has a copy of, both relative to that prefix
     mtp: Mapping[str, str] = field(default_factory=dict)
@@ -142,7 +141,7 @@ class TensorSlice:
     stored: Box  # box of the part in the tensor
     box: Box  # its box in the parameter
     transposed: bool  # the tensor has the last two dims of the parameter swapped
-    interleaved: tuple[int, int] = (0, 1)  # as in `TensorMapping`, along the last stored dim
+    interleaved: Sequence[int] = (0, 1)  # as in `TensorMapping`, along the last stored dim
 
     def as_parameter(self, stored: Tensor) -> Tensor:
         """Stored values in the parameter's shape."""
@@ -153,7 +152,7 @@ class TensorSlice:
         """Values of the parameter in the shape of `picked`."""
         if self.transposed:
             return part.mT
-        return part.reshape(self.stored.shape) if self.interleaved == (0, 1) else part
+        return part.reshape(self.stored.shape) if self.interleaved[1] == 1 else part
 
     def picked(self, stored: Tensor) -> Tensor:
         """The elements of the tensor's box that belong to the parameter, as a view."""
@@ -173,7 +172,7 @@ class TensorMapping:
     transposed: bool = False  # the tensor is [inputs, outputs] where the parameter is [outputs, inputs]
     offset: int = 0  # the first output of the parameter in the tensor
     num_outputs: int | None = None  # outputs of the tensor; None for those of the parameter
-    interleaved: tuple[int, int] = (0, 1)  # of parameters whose outputs alternate: which, of how many
+    interleaved: Sequence[int] = (0, 1)  # of parameters whose outputs alternate: which, of how many
     is_bias: bool = False  # outputs are the last dim
     rows: tuple[int, ...] | None = None  # the row of the tensor for each row of the parameter; None for the same
 

@@ -16,26 +16,11 @@ from nanotrain.config.notation import write_pattern
 from nanotrain.config.schema import value_of, with_values
 from nanotrain.interop.hf.canonical import resolved
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
+from nanotrain.interop.hf.tables import read_tables
 from nanotrain.quantities import count_of
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-# Kinds of scaled rotary positions: entry -> key of the model section.
-ROPE_KINDS: dict[str, dict[str, str]] = {
-    "default": {},
-    "linear": {"factor": "rotary_seq_len_interpolation_factor"},
-    "llama3": {
-        "factor": "rope_scaling_factor",
-        "low_freq_factor": "rope_low_freq_factor",
-        "high_freq_factor": "rope_high_freq_factor",
-        "original_max_position_embeddings": "rope_original_max_positions",
-    },
-    "yarn": {
-        "factor": "yarn.rotary_scaling_factor",
-        "beta_fast": "yarn.beta_fast",
-        "beta_slow": "yarn.beta_slow",
-        "original_max_position_embeddings": "yarn.original_max_position_embeddings",
-    },
-}
+ROPE_KINDS: dict[str, dict[str, str]] = read_tables()["rope_kinds"]
 
 
 def read_rope(raw: Raw, *, has_partial: bool = False) -> Values:
@@ -102,10 +87,8 @@ def write_rope(model_config: ModelConfig) -> Values:
 def read_layered_rope(raw: Raw) -> Values:
     """`read_rope` of a model whose layers with a window have unscaled positions and may have another base."""
     stored = raw.get("rope_parameters") or {}
-    is_layered = bool({"full_attention", "sliding_attention"} & stored.keys())
-    full, local = (
-        (stored.get(f"{kind}_attention") or {} for kind in ("full", "sliding")) if is_layered else (stored, {})
-    )
+    is_layered = FULL in stored or SLIDING in stored
+    full, local = (stored.get(FULL) or {}, stored.get(SLIDING) or {}) if is_layered else (stored, {})
     if local.get("rope_type", "default") != "default":
         reject("rope_type of sliding_attention", local["rope_type"], instead="default")
     values = read_rope({**raw, "rope_parameters": full})
@@ -119,7 +102,7 @@ def write_layered_rope(model_config: ModelConfig) -> Values:
     entries, base = write_rope(model_config), model_config.rotary_base
     local = base if model_config.rotary_base_local is None else model_config.rotary_base_local
     full = {**(entries["rope_scaling"] or {"rope_type": "default"}), "rope_theta": base}
-    layered = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+    layered = {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": local}}
     return entries | {"rope_local_base_freq": local, "rope_parameters": layered}
 
 
@@ -287,12 +270,7 @@ def _write_scale(model_config: ModelConfig) -> Values:
 
 
 # Names of the activations in config.json.
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-}
+ACTIVATIONS = {"gelu": "gelu", **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")}
 
 
 def _read_activation(raw: Raw) -> Values:
@@ -314,14 +292,6 @@ def _read_heads(raw: Raw) -> Values:
     }
 
 
-def _read_nothing(raw: Raw) -> Values:
-    return {}
-
-
-def _write_nothing(model_config: ModelConfig) -> Values:
-    return {}
-
-
 PARTS: dict[str, Part] = {
     "rope": Part(read_rope, write_rope),
     "partial_rope": Part(partial(read_rope, has_partial=True), write_rope),
@@ -331,13 +301,13 @@ PARTS: dict[str, Part] = {
     "no_rope_layers": Part(_read_no_rope, _write_no_rope),
     "window": Part(_read_window, _write_window),
     "layer_windows": Part(_read_layer_windows, _write_layer_windows),
-    "full_attention": Part(_read_full_attention, _write_nothing),
-    "heads": Part(_read_heads, _write_nothing),
+    "full_attention": Part(_read_full_attention),
+    "heads": Part(_read_heads),
     "mla": Part(_read_mla, lambda model_config: {"num_key_value_heads": model_config.num_attention_heads}),
     "softmax_scale": Part(_read_scale, _write_scale),
     "llama_biases": Part(_read_biases, _write_biases),
     "gpt2_activation": Part(_read_activation, _write_activation),
-    "router_losses": Part(_read_nothing, _write_router),
+    "router_losses": Part(write=_write_router),
     "qwen_experts": Part(_read_layers, _write_layers),
     "deepseek_experts": Part(_read_experts, _write_experts),
 }

@@ -46,7 +46,7 @@ def test_every_config_of_transformers_is_read_as_transformers_reads_ours(name: s
     if model.position_embedding_type == "yarn":
         found = back.rope_parameters.get("full_attention", back.rope_parameters)
         expected = (
-            {**FAMILIES["gpt_oss"].layout.defaults["rope_parameters_of_none"], "rope_theta": 150000.0}
+            {**FAMILIES["gpt_oss"].defaults["rope_parameters_of_none"], "rope_theta": 150000.0}
             if family == "GptOss"
             else YARN
         )

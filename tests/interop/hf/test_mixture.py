@@ -30,7 +30,7 @@ from tests.interop.hf.reference import MIXTURES, reference
 
 def read_whole(folder: Path, model: ModelConfig) -> dict[str, torch.Tensor]:
     """Every parameter of a folder, whole and without padding."""
-    mappings = map_parameters(model, FAMILIES[family_of(model)].naming)
+    mappings = map_parameters(model, FAMILIES[family_of(model)])
     tensors = {name: torch.full(mapping.shape, float("nan")) for name, mapping in mappings.items()}
     wanted = {TensorBox.full(name, tensor.shape): tensor for name, tensor in tensors.items()}
     import_weights(folder, model, wanted=wanted)
@@ -56,7 +56,7 @@ def test_every_parameter_is_the_one_transformers_holds(name: str, tmp_path: Path
     theirs.save_pretrained(tmp_path)
     model = model_from_hf(tmp_path)
     held, found = dict(theirs.named_parameters()), read_whole(tmp_path, model)
-    mappings = map_parameters(model, FAMILIES[family_of(model)].other_namings[0])
+    mappings = map_parameters(model, FAMILIES[family_of(model)].namings[-1])
     assert {tensor for mapping in mappings.values() for tensor in mapping.tensor_shapes} == held.keys()
     for key, mapping in mappings.items():
         (piece,) = mapping.slices(Box.full(mapping.shape))

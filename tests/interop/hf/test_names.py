@@ -32,7 +32,7 @@ MODELS = DENSE | {
 def test_every_parameter_has_a_name_and_its_shape_without_padding(name: str) -> None:
     model = MODELS[name]
     shapes = {spec.name: spec.shape for spec in declare_model(ModelShape.of(model))}
-    mappings = map_parameters(model, FAMILIES[family_of(model)].naming)
+    mappings = map_parameters(model, FAMILIES[family_of(model)])
     assert mappings.keys() == shapes.keys()
     for key, mapping in mappings.items():
         padded = key in ("embedding.word.weight", "head.weight")
@@ -44,7 +44,7 @@ def test_every_parameter_has_a_name_and_its_shape_without_padding(name: str) -> 
 def test_parameters_tile_every_tensor_of_the_files(name: str) -> None:
     model = MODELS[name]
     family = FAMILIES[family_of(model)]
-    for naming in (family.naming, *family.other_namings):
+    for naming in family.namings:
         check_tiling(map_parameters(model, naming).values())
 
 
@@ -65,7 +65,7 @@ def check_tiling(mappings: Iterable[TensorMapping]) -> None:
 
 def test_a_model_that_a_family_has_no_names_for_is_refused() -> None:
     with pytest.raises(AssertionError, match=r"layers.0.attention_norm.bias|attention.query_norm"):
-        map_parameters(replace(QWEN3), FAMILIES["gpt2"].naming)
+        map_parameters(replace(QWEN3), FAMILIES["gpt2"])
 
 
 MAPPINGS = [

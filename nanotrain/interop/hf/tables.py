@@ -1,0 +1,15 @@
+"""The tables of families.yaml, which describes each of them."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+TABLES = Path(__file__).with_name("families.yaml")
+
+
+@cache
+def read_tables(path: Path = TABLES) -> Any:
+    """The content of families.yaml, or of a file like it."""
+    return yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
