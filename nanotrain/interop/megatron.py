@@ -18,7 +18,7 @@ norms before attention and MLP have the names of transformer-engine's fused laye
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from nanotrain.config.model import ModelConfig
 from nanotrain.config.schema import config_from_dict
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp import torch_export
+from nanotrain.interop.hf.names import expert_bias_shapes
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.spec.boxes import Box, TensorBox
 from nanotrain.spec.parameters import declare_model
@@ -56,7 +57,7 @@ class MegatronChunk:
     num_groups: int = 1  # number of row groups of each source; the groups of the sources alternate
 
 
-NAMES: dict[str, dict[str, list[str]]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 def check_model(model_config: ModelConfig) -> None:
@@ -99,65 +100,51 @@ def plan_chunks(model_config: ModelConfig) -> Iterator[MegatronChunk]:
     """
     shape = ModelShape.of(model_config)
     sizes = {f"model/{spec.name}": spec.shape for spec in declare_model(shape)}
-    for key, (module,) in NAMES["ends"].items():
+    sizes |= {f"router/{name}": size for name, size in expert_bias_shapes(model_config).items()}
+    for key, (module,) in TABLES["ends"].items():
         for leaf in ("weight", "bias"):
             if (size := sizes.get(f"model/{module}{leaf}")) is not None:
-                sources = (TensorBox.full(f"model/{module}{leaf}", size),)
-                yield MegatronChunk(key + leaf, size, Box.full(size), sources)
+                yield _chunk(key + leaf, [TensorBox.full(f"model/{module}{leaf}", size)])
     for layer in range(shape.num_layers):
         yield from _layer(layer, sizes, shape=shape)
-        if (moe := model_config.moe) is not None and moe.router_enable_expert_bias and shape.has_experts(layer):
-            name, size = f"layers.{layer}.mlp.router.expert_bias", (moe.num_experts,)
-            source = (TensorBox.full(f"router/{name}", size),)
-            yield _chunk("mlp.router.expert_bias", size, sources=source, layer=layer, shape=shape)
 
 
 def _layer(layer: int, sizes: Mapping[str, Shape], *, shape: ModelShape) -> Iterator[MegatronChunk]:
-    modules = NAMES["attention"] | NAMES["moe" if shape.has_experts(layer) else "mlp"]
+    """The chunks of a layer, in the tensors of all layers, or in tensors of its own where layers differ."""
+    prefix, stack = f"decoder.layers.{layer}.", []
+    if is_uniform(shape):
+        prefix, stack = "decoder.layers.", [(layer, shape.num_layers)]
+    modules = TABLES["attention"] | TABLES["moe" if shape.has_experts(layer) else "mlp"]
     for key, parts in modules.items():
         for leaf in ("weight", "bias"):
             names = [name for part in parts if (name := f"model/layers.{layer}.{part}{leaf}") in sizes]
-            if not names:
-                continue
-            if key.startswith("mlp.experts."):
-                yield from _experts(key + leaf, {name: sizes[name] for name in names}, layer=layer, shape=shape)
-                continue
-            size = (sum(sizes[name][0] for name in names), *sizes[names[0]][1:])
-            sources = tuple(TensorBox.full(name, sizes[name]) for name in names)
-            num_groups = shape.query_groups if len(parts) == 3 else 1
-            yield _chunk(key + leaf, size, sources=sources, layer=layer, shape=shape, num_groups=num_groups)
+            sources = [TensorBox.full(name, sizes[name]) for name in names]
+            if sources and key.startswith("mlp.experts."):
+                num_experts = sources[0].shape[0]
+                for expert in range(num_experts):
+                    boxes = [replace(full, box=_of_expert(full.box, expert)) for full in sources]
+                    yield _chunk(prefix + key + leaf, boxes, stack=[*stack, (expert, num_experts)])
+            elif sources:
+                num_groups = shape.query_groups if len(parts) == 3 else 1
+                yield _chunk(prefix + key + leaf, sources, stack=stack, num_groups=num_groups)
+    bias = "mlp.router.expert_bias"
+    if (size := sizes.get(f"router/layers.{layer}.{bias}")) is not None:
+        yield _chunk(prefix + bias, [TensorBox.full(f"router/layers.{layer}.{bias}", size)], stack=stack)
 
 
-def _experts(key: str, sizes: Mapping[str, Shape], *, layer: int, shape: ModelShape) -> Iterator[MegatronChunk]:
-    """One chunk per expert, [1, 1, rows, columns] of [layers, experts, rows, columns]."""
-    (num_experts, _, columns), rows = next(iter(sizes.values())), sum(size[1] for size in sizes.values())
-    for expert in range(num_experts):
-        sources = tuple(
-            TensorBox(name, size, Box((expert, 0, 0), (expert + 1, *size[1:]))) for name, size in sizes.items()
-        )
-        stacked = _chunk(key, (num_experts, rows, columns), sources=sources, layer=layer, shape=shape)
-        start, stop = list(stacked.box.start), list(stacked.box.stop)
-        start[-3], stop[-3] = expert, expert + 1
-        yield MegatronChunk(stacked.key, stacked.shape, Box(tuple(start), tuple(stop)), sources)
+def _of_expert(box: Box, expert: int) -> Box:
+    return Box((expert, *box.start[1:]), (expert + 1, *box.stop[1:]))
 
 
 def _chunk(
-    key: str, size: Shape, *, sources: tuple[TensorBox, ...], layer: int, shape: ModelShape, num_groups: int = 1
+    key: str, sources: Sequence[TensorBox], *, stack: Sequence[tuple[int, int]] = (), num_groups: int = 1
 ) -> MegatronChunk:
-    """The part of a layer in the tensor of all layers, or a tensor of its own where layers differ."""
-    if not is_uniform(shape):
-        return MegatronChunk(f"decoder.layers.{layer}.{key}", size, Box.full(size), sources, num_groups)
-    box = Box((layer, *[0] * len(size)), (layer + 1, *size))
-    return MegatronChunk(f"decoder.layers.{key}", (shape.num_layers, *size), box, sources, num_groups)
-
-
-PARALLEL_LINEAR = (".linear_qkv.weight", ".linear_proj.weight", ".linear_fc1.weight", ".linear_fc2.weight")
-METADATA = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
+    """The rows of all sources, in a tensor with further first dims: (index, size) of each in `stack`."""
+    shapes = [source.box.shape[-2:] for source in sources]
+    size = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    start = (*(index for index, _ in stack), *[0] * len(size))
+    stop = (*(index + 1 for index, _ in stack), *size)
+    return MegatronChunk(key, (*(count for _, count in stack), *size), Box(start, stop), tuple(sources), num_groups)
 
 
 class _ChunkPlanner(DefaultSavePlanner):
@@ -234,27 +221,23 @@ def export_megatron(path: Path, output: Path, *, dtype: str = "fp32") -> str:
     with torch_export(output, nbytes=nbytes) as parent:
         folder = parent / name
         save({}, storage_writer=FileSystemWriter(folder, thread_count=1), planner=planner, no_dist=True)
-        is_stacked = is_uniform(ModelShape.of(model_config))
-        torch.save(_common(manifest.step, is_stacked=is_stacked), folder / "common.pt")
-        (folder / "metadata.json").write_text(json.dumps(METADATA))
+        content = {"singleton_local_shards": False}
+        if not is_uniform(ModelShape.of(model_config)):
+            content["non_homogeneous_layers"] = True
+        # what Megatron-LM reads before the tensors; without `args`, it compares no settings
+        common = {"iteration": manifest.step, "checkpoint_version": 3.0, "content_metadata": content}
+        torch.save(common, folder / "common.pt")
+        (folder / "metadata.json").write_text(json.dumps(TABLES["metadata"]))
         tracker = str(manifest.step) if manifest.step else "release"
         (parent / "latest_checkpointed_iteration.txt").write_text(tracker)
     num_tensors = len({chunk.key for chunk in chunks})
     return f"{output / name}: {num_tensors} tensors of step {manifest.step}, {dtype}, from {found}"
 
 
-def _common(step: int, *, is_stacked: bool) -> dict[str, Any]:
-    """What Megatron-LM reads before the tensors; without `args`, it compares no settings."""
-    content: dict[str, Any] = {"singleton_local_shards": False}
-    if not is_stacked:
-        content["non_homogeneous_layers"] = True
-    return {"iteration": step, "checkpoint_version": 3.0, "content_metadata": content}
-
-
 def _extra_states(chunks: Iterable[MegatronChunk]) -> Iterator[str]:
     """Names of the empty states that Megatron-LM stores beside each of its parallel linear layers."""
     for chunk in chunks:
-        if chunk.key.endswith(PARALLEL_LINEAR):
+        if chunk.key.endswith(tuple(TABLES["parallel_linear"])):
             num_stacked = len(chunk.shape) - 2
             offset, shape = chunk.box.start[:num_stacked] or (0,), chunk.shape[:num_stacked] or (1,)
             place = f"shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"

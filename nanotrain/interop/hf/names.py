@@ -208,15 +208,14 @@ class TensorMapping:
                 stored = part.shifted([distance, *[0] * (len(self.shape) - 1)])
                 yield TensorSlice(self.tensor, stored, part, transposed=False)
         else:
-            dim = self._output_dim
-            shifted = box.shifted([self.offset if other == dim else 0 for other in range(len(self.shape))])
-            factors = [self.interleaved[1] if other == dim else 1 for other in range(len(self.shape))]
-            ends = [
-                tuple(at * factor for at, factor in zip(ends, factors, strict=True))
-                for ends in (shifted.start, shifted.stop)
-            ]
-            stored = Box(*(map(_swapped, ends) if self.transposed else ends))
+            stored = Box(self._stored(box.start), self._stored(box.stop))
             yield TensorSlice(self.tensor, stored, box, self.transposed, self.interleaved)
+
+    def _stored(self, corner: tuple[int, ...]) -> tuple[int, ...]:
+        """A corner of a box of the parameter, in the tensor."""
+        dim = self._output_dim
+        moved = (*corner[:dim], (corner[dim] + self.offset) * self.interleaved[1], *corner[dim + 1 :])
+        return _swapped(moved) if self.transposed else moved
 
     @property
     def _output_dim(self) -> int:
