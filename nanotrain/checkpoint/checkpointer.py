@@ -35,7 +35,7 @@ from nanotrain.checkpoint.compatibility import check_all_loaded, check_compatibl
 from nanotrain.checkpoint.manifest import Manifest, plain_json, to_json
 from nanotrain.checkpoint.plan import plan_reads
 from nanotrain.checkpoint.read import read_chunks
-from nanotrain.checkpoint.retention import keep_newest
+from nanotrain.checkpoint.retention import keep_newest, try_to_remove
 from nanotrain.checkpoint.write import shard_name, write_shard
 from nanotrain.comm.group import Group
 from nanotrain.comm.work import CommunicationFault
@@ -283,7 +283,7 @@ class Checkpointer:
         except Exception:
             self.num_failed += 1
             if self.group.is_first:
-                commit.discard(self.folder, step)
+                try_to_remove(commit.temporary_folder(self.folder, step), is_quiet=True)
             raise
         finally:
             self._stall_s += time.perf_counter() - start

@@ -3,7 +3,6 @@
 merge_shards     the manifest of all ranks, which agree and cover every tensor exactly once (pure)
 start_writing    make the temporary folder of a step
 commit           write the manifest and rename the folder; a rename is the only operation that commits
-discard          remove the temporary folder of a failed save
 set_aside_after  rename checkpoints of later steps
 """
 
@@ -117,11 +116,6 @@ def write_manifest(folder: Path, text: str) -> None:
     """Write the manifest of a folder whose shards are on the disk, and fsync both."""
     write_text(folder / MANIFEST, text)
     sync_folder(folder)
-
-
-def discard(folder: Path, step: int) -> None:
-    """Remove the temporary folder of a failed save; the next save removes what cannot be removed now."""
-    try_to_remove(temporary_folder(folder, step), is_quiet=True)
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:

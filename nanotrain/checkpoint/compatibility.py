@@ -26,6 +26,7 @@ import torch
 
 from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.config.model import ModelConfig
+from nanotrain.config.schema import unnest
 from nanotrain.errors import CheckpointError
 from nanotrain.quantities import count_of
 from nanotrain.spec.boxes import Box, TensorBox
@@ -127,24 +128,15 @@ def _another_model(manifest: Manifest, lines: Sequence[str], *, config: Mapping[
             why=f"{count_of(len(lines), 'tensor', verb='differs')}: {_join(lines)}",
             fix=f"set --optimizer {rules[0]}, or export its weights and load them with --pretrained-checkpoint",
         )
-    options = _differing_options(manifest.config.get("model"), (config or {}).get("model"), prefix="model.")
+    there, here = (unnest({"model": side.get("model")}) for side in (manifest.config, config or {}))
+    differing = [key for key in here if key in there and there[key] != here[key]]
+    options = [f"{key} {there[key]} there, {here[key]} here" for key in differing]
     return CheckpointError(
         f"the checkpoint of step {manifest.step} is of another model, "
         f"{count_of(len(lines), 'tensor', verb='differs')}: {_join(lines)}",
         why=f"model options differ: {_join(options)}" if options else "names and shapes must be the same",
         fix="set the options as they are there, choose another --run-dir for a new run, or another --load",
     )
-
-
-def _differing_options(there: Any, here: Any, *, prefix: str) -> list[str]:
-    """Options of a config section and its subsections with different values on both sides."""
-    if not isinstance(there, Mapping) or not isinstance(here, Mapping):
-        return []
-    lines = []
-    for name in (name for name in here if name in there and there[name] != here[name]):
-        nested = _differing_options(there[name], here[name], prefix=f"{prefix}{name}.")
-        lines += nested or [f"{prefix}{name} {there[name]} there, {here[name]} here"]
-    return lines
 
 
 def _join(lines: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -132,11 +133,9 @@ def read_chunks(folder: Path, reads: Mapping[str, tuple[ChunkRead, ...]], *, tar
         for file, chunks in reads.items():
             with ShardFile(folder / file) as shard:
                 # Located before the first read, measured 10 % faster: each read empties the processor's caches.
-                located = [
-                    (shard.offset(read.chunk, read.dtype), _destination(read, targets=targets), read) for read in chunks
-                ]
-                located.sort(key=lambda one: one[0])  # a disk reads ahead of the last read
-                list(start(lambda one, shard=shard: _read_chunk(shard, one, targets=targets), located))
+                located = [(shard.offset(read.chunk, read.dtype), read) for read in chunks]
+                located.sort(key=itemgetter(0))  # a disk reads ahead of the last read
+                list(start(lambda one, shard=shard: _read_chunk(shard, *one, targets=targets), located))
 
 
 def read_global_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -176,23 +175,8 @@ def require_tensor(path: Path, manifest: Manifest, *, name: str) -> TensorEntry:
     return entry
 
 
-def _read_chunk(shard: ShardFile, located: tuple[int, memoryview | None, ChunkRead], *, targets: Tensors) -> None:
-    offset, destination, read = located
-    if destination is not None:
-        shard.read(read.chunk, offset, into=destination)
-        return
+def _read_chunk(shard: ShardFile, offset: int, read: ChunkRead, *, targets: Tensors) -> None:
     chunk = torch.empty(read.chunk.box.shape, dtype=TORCH_DTYPES[read.dtype])
     shard.read(read.chunk, offset, into=raw_bytes(chunk))
     for copy in read.copies:
         targets[copy.target].detach()[copy.dest.slices()].copy_(chunk[copy.source.slices()])
-
-
-def _destination(read: ChunkRead, *, targets: Tensors) -> memoryview | None:
-    """The memory that a chunk can be read into without a copy, where the layout is the writer's."""
-    if len(read.copies) != 1:
-        return None
-    (copy,) = read.copies
-    target, shape = targets[copy.target].detach(), read.chunk.box.shape
-    part = target if copy.dest.shape == target.shape else target[copy.dest.slices()]
-    is_same = part.shape == shape and part.dtype == TORCH_DTYPES[read.dtype]
-    return raw_bytes(part) if is_same and part.device.type == "cpu" and part.is_contiguous() else None

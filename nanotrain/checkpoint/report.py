@@ -28,7 +28,7 @@ from nanotrain.checkpoint.plan import coverage_fault, split_box
 from nanotrain.checkpoint.read import ShardFile, read_box
 from nanotrain.checkpoint.store import find_checkpoint, find_manifest, read_manifest
 from nanotrain.checkpoint.write import file_threads
-from nanotrain.config.schema import config_from_dict
+from nanotrain.config.schema import config_from_dict, unnest
 from nanotrain.errors import CheckpointError, ConfigError
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.quantities import count_of, describe_bytes
@@ -252,8 +252,6 @@ def diff(first: Path, second: Path) -> CheckpointDifference:
     if sides[0].tokens != sides[1].tokens:  # other vocabularies: no row of one is padding for the other
         sides = replace(sides[0], tokens={}), replace(sides[1], tokens={})
     a, b = (side.manifest for side in sides)
-    lines = [*_shape_lines(sides), *_value_lines("config", a=a.config, b=b.config)]
-    lines += _value_lines("step", a=a.step, b=b.step) + _value_lines("objects", a=a.objects, b=b.objects)
     shared = [name for name in a.tensors if name in b.tensors and sides[0].shape(name) == sides[1].shape(name)]
     differences = [_compare(sides, name=name) for name in track_on_terminal(shared, "comparing")]
     tensors = sorted(filter(None, differences), key=lambda difference: -difference.relative)
@@ -261,7 +259,7 @@ def diff(first: Path, second: Path) -> CheckpointDifference:
         paths=(sides[0].path, sides[1].path),
         num_equal=len(shared) - len(tensors),
         tensors=tuple(tensors),
-        lines=tuple(lines),
+        lines=(*_shape_lines(sides), *_value_lines(a, b)),
         padding=_padding_line(sides, shared),
     )
 
@@ -330,8 +328,9 @@ def _shape_lines(sides: Sequence[_Side]) -> Iterator[str]:
             yield f"{name}: {forms[0]} in a, {forms[1]} in b"
 
 
-def _value_lines(name: str, *, a: Any, b: Any) -> list[str]:
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        keys = sorted(a.keys() | b.keys())
-        return [line for key in keys for line in _value_lines(f"{name}.{key}", a=a.get(key), b=b.get(key))]
-    return [] if a == b else [f"{name}: {json.dumps(a)} in a, {json.dumps(b)} in b"]
+def _value_lines(a: Manifest, b: Manifest) -> Iterator[str]:
+    values = [unnest({"config": side.config, "step": side.step, "objects": side.objects}) for side in (a, b)]
+    for key in dict.fromkeys([*values[0], *values[1]]):
+        shown = [json.dumps(side.get(key)) for side in values]
+        if shown[0] != shown[1]:
+            yield f"{key}: {shown[0]} in a, {shown[1]} in b"

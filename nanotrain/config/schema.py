@@ -218,6 +218,15 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
+def unnest(values: Any) -> dict[str, Any]:
+    """Nested values by key, the inverse of `nest`; {} for what is no mapping."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items() if isinstance(values, Mapping) else ():
+        inner = {f"{name}.{key}": item for key, item in unnest(value).items()}
+        flat |= inner if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
 def with_current_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values of a saved configuration with every field at its present key; unknown names stay.
 

@@ -168,14 +168,6 @@ def tokenizer_name(checkpoint: OpenedCheckpoint) -> str | None:
     return None if prefix is None else recorded_tokenizer(prefix)
 
 
-def _why_no_tokenizer(checkpoint: OpenedCheckpoint) -> str:
-    if checkpoint.is_hugging_face:
-        return f"there is no {', '.join(VOCABULARY_FILES[:-1])} or {VOCABULARY_FILES[-1]} in the folder"
-    if checkpoint.config.data.mock_data:
-        return "the run trained on synthetic tokens"
-    return "--tokenizer-model was not set, and the corpus was prepared without one"
-
-
 @dataclass(frozen=True)
 class LoadedModel:
     """A model of a checkpoint with its tokenizer.
@@ -277,11 +269,11 @@ def load_model(
     """
     name = tokenizer or tokenizer_name(checkpoint)
     if name is None:
-        raise DataError(
-            f"{checkpoint.path} has no tokenizer",
-            why=_why_no_tokenizer(checkpoint),
-            fix="set --tokenizer, for example to bytes, a folder or a tokenizer.json",
-        )
+        why = "--tokenizer-model was not set, and the corpus was prepared without one"
+        if checkpoint.is_hugging_face:
+            why = f"there is none of {', '.join(VOCABULARY_FILES)} in the folder"
+        fix = "set --tokenizer, for example to bytes, a folder or a tokenizer.json"
+        raise DataError(f"{checkpoint.path} has no tokenizer", why=why, fix=fix)
     loaded = load_tokenizer(name)  # before the weights, which take longer
     stage = load_stage(checkpoint, context, dtype=dtype)
     ranks = Group.single_rank("world") if context is None else context.group("world")

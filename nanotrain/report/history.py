@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from nanotrain.config.schema import with_current_keys
+from nanotrain.config.schema import unnest, with_current_keys
 from nanotrain.errors import EnvironmentFault
 from nanotrain.runs.folder import RunFolder
 from nanotrain.untrusted import LARGEST, parse_json
@@ -70,7 +70,7 @@ class RunHistory:
             folder=folder,
             columns=_columns(rows),
             load=_loads(rows),
-            config=dict(_flatten(with_current_keys(_mapping(folder / "config.yaml")))),
+            config=unnest(with_current_keys(_mapping(folder / "config.yaml"))),
             environment=_mapping(folder / "environment.json"),
             checkpoints=tuple(_checkpoints(run.checkpoints)),
             samples=tuple(row for row in _json_lines(folder / "samples.jsonl") if "text" in row),
@@ -146,14 +146,6 @@ def _mapping(path: Path) -> dict[str, Any]:
     return read if isinstance(read, dict) else {}
 
 
-def _flatten(mapping: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in mapping.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 def _is_step(value: Any) -> bool:
     return isinstance(value, int) and 0 <= value <= LARGEST
 
@@ -164,7 +156,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    flat = [{k: v for k, v in _flatten(row) if _is_number(v)} for row in rows]
+    flat = [{k: v for k, v in unnest(row).items() if _is_number(v)} for row in rows]
     names = dict.fromkeys(name for row in flat for name in row)
     return {name: np.array([row.get(name, np.nan) for row in flat], dtype=float) for name in names}
 

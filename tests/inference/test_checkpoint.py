@@ -89,7 +89,7 @@ def test_a_run_without_a_tokenizer_writes_no_text_unless_given_one(tmp_path):
     with pytest.raises(DataError, match="the corpus was prepared without one; set --tokenizer"):
         load_checkpoint(tmp_path)
     export_checkpoint(tmp_path, tmp_path / "hf", dtype="fp32")
-    with pytest.raises(DataError, match="no tokenizer.json, tokenizer.model or vocab.json in the folder"):
+    with pytest.raises(DataError, match="none of tokenizer.json, tokenizer.model, vocab.json in the folder"):
         load_checkpoint(tmp_path / "hf")
     (tmp_path / "hf" / "vocab.json").write_text("{}")
     with pytest.raises(DataError, match="cannot be loaded"):

@@ -25,7 +25,7 @@ from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.companions import CONFIG_FILE, Companions
 from nanotrain.interop.hf.families import FAMILIES, config_to_hf, family_of
 from nanotrain.interop.hf.hub import CARD_FILE, model_card
-from nanotrain.interop.hf.names import TensorMapping, map_parameters, mtp_copies
+from nanotrain.interop.hf.names import TensorMapping, map_parameters, mtp_copies, tensor_shapes
 from nanotrain.precision.dtypes import TORCH_DTYPES, torch_name
 from nanotrain.runs.files import write_text
 from nanotrain.spec.boxes import Box
@@ -96,8 +96,7 @@ def _choose_family(model_config: ModelConfig, name: str | None, *, preferred: st
 
 
 def _num_elements(mappings: Mapping[str, TensorMapping], copies: Mapping[str, Sequence[str]]) -> int:
-    shapes = {name: shape for mapping in mappings.values() for name, shape in mapping.tensor_shapes.items()}
-    return sum(prod(shape) * (1 + len(copies.get(name, ()))) for name, shape in shapes.items())
+    return sum(prod(shape) * (1 + len(copies.get(name, ()))) for name, shape in tensor_shapes(mappings).items())
 
 
 def _assemble(

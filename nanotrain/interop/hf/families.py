@@ -33,7 +33,7 @@ from nanotrain.interop.hf.names import HFName, Naming
 from nanotrain.interop.hf.parts import PARTS
 from nanotrain.interop.hf.tables import TABLES, read_tables
 from nanotrain.interop.hf.weights import has_mtp_weights
-from nanotrain.untrusted import parse_json, read_file
+from nanotrain.untrusted import object_of, parse_json, read_file, unreadable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +105,10 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     try:
         # With the bounds of a configuration: a size may be text, negative or a fraction in a damaged file.
         return without_absent(config_from_dict({"model": nest(family.read(raw))}).model)
-    except ConfigError as error:
-        why = str(error)
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        why = f"{type(error).__name__}: {error}"
-    fix = "fetch the folder again"
-    raise HuggingFaceError("config.json has an entry that describes no model", why=why, fix=fix) from None
+    except (ConfigError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        why = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        what = "config.json has an entry that describes no model"
+        raise HuggingFaceError(what, why=why, fix="fetch the folder again") from None
 
 
 def model_from_hf(folder: Path) -> ModelConfig:
@@ -133,16 +131,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     try:
-        raw = parse_json(read_file(path), allow_nan=True)
-    except OSError as error:
-        why = error.strerror or type(error).__name__
+        return object_of(parse_json(read_file(path), allow_nan=True), "it")
+    except (OSError, ValueError) as error:
         fix = "give a folder as `save_pretrained` writes it, with config.json and *.safetensors"
-        raise HuggingFaceError(f"cannot read {path}", why=why, fix=fix) from None
-    except ValueError as error:
-        raise HuggingFaceError(f"{path} is not JSON", why=str(error), fix="fetch the folder again") from None
-    if not isinstance(raw, dict):
-        raise HuggingFaceError(f"{path} is not a JSON object", why="it has to be one", fix="fetch the folder again")
-    return raw
+        raise HuggingFaceError(f"cannot read {path}", why=unreadable(error), fix=fix) from None
 
 
 def family_of(model_config: ModelConfig, *, name: str | None = None) -> str:

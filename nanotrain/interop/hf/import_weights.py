@@ -20,7 +20,7 @@ from nanotrain.config.model import ModelConfig
 from nanotrain.config.schema import to_dict
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.families import FAMILIES, Family, model_from_hf, read_config
-from nanotrain.interop.hf.names import TensorMapping, expert_bias_shapes, map_parameters, mtp_copies
+from nanotrain.interop.hf.names import TensorMapping, expert_bias_shapes, map_parameters, mtp_copies, tensor_shapes
 from nanotrain.interop.hf.weights import WeightFiles, fp8_block_size
 from nanotrain.spec.boxes import Box, TensorBox
 from nanotrain.spec.parameters import declare_model
@@ -53,14 +53,21 @@ class WeightReader:
         raw = read_config(folder)
         family = FAMILIES[raw["model_type"]]
         self._files = WeightFiles(folder, prefix=family.prefix, block_size=fp8_block_size(raw))
-        self._mappings = _mappings_of(self._files, family, model_config=model_config)
+        candidates = [map_parameters(model_config, naming) for naming in family.namings]
+        self._mappings = max(candidates, key=lambda each: len(tensor_shapes(each).keys() & self._files.shapes.keys()))
         copies = {copy for names in mtp_copies(model_config, family).values() for copy in names}
         _check(self._files, self._mappings, family=family, needless=copies)
 
     def fill(self, target: Tensor, wanted: TensorBox) -> None:
         """Read one box of a parameter into a tensor of its shape."""
         assert wanted.name in self._mappings, f"{wanted.name} is not a parameter of this model and would stay unset"
-        _fill(target, wanted, mapping=self._mappings[wanted.name], files=self._files)
+        mapping = self._mappings[wanted.name]
+        unpadded = wanted.box.intersect(Box.full(mapping.shape))
+        if unpadded != wanted.box:
+            target.zero_()
+        for part in mapping.slices(unpadded) if unpadded is not None else ():
+            stored = self._files.read(part.tensor, part.stored)
+            target[part.box.within(wanted.box).slices()].copy_(part.as_parameter(stored))
 
 
 def import_hf(folder: Path, output: Path) -> str:
@@ -92,31 +99,10 @@ def import_hf(folder: Path, output: Path) -> str:
     return f"{output}: {len(shapes)} tensors in fp32, from {folder}"
 
 
-def _fill(target: Tensor, wanted: TensorBox, *, mapping: TensorMapping, files: WeightFiles) -> None:
-    unpadded = wanted.box.intersect(Box.full(mapping.shape))
-    if unpadded != wanted.box:
-        target.zero_()
-    if unpadded is None:
-        return
-    for part in mapping.slices(unpadded):
-        stored = files.read(part.tensor, part.stored)
-        target[part.box.within(wanted.box).slices()].copy_(part.as_parameter(stored))
-
-
-def _mappings_of(files: WeightFiles, family: Family, *, model_config: ModelConfig) -> dict[str, TensorMapping]:
-    """The mappings by the naming of the family that matches most of the files' tensors."""
-    candidates = [map_parameters(model_config, naming) for naming in family.namings]
-    return max(candidates, key=lambda mappings: len(_tensors(mappings).keys() & files.shapes.keys()))
-
-
-def _tensors(mappings: Mapping[str, TensorMapping]) -> dict[str, tuple[int, ...]]:
-    return {name: shape for mapping in mappings.values() for name, shape in mapping.tensor_shapes.items()}
-
-
 def _check(
     files: WeightFiles, mappings: Mapping[str, TensorMapping], *, family: Family, needless: Collection[str]
 ) -> None:
-    expected = _tensors(mappings)
+    expected = tensor_shapes(mappings)
     # Files often contain a tied head as well.
     needless = {*needless, *(["lm_head.weight"] if "head.weight" not in mappings else [])}
     found = {

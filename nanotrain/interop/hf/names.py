@@ -63,6 +63,11 @@ def map_parameters(model_config: ModelConfig, naming: Naming) -> dict[str, "Tens
     return {name: _map(name, sizes, naming=naming, shape=shape) for name in sizes}
 
 
+def tensor_shapes(mappings: Mapping[str, "TensorMapping"]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors of a model."""
+    return {name: shape for mapping in mappings.values() for name, shape in mapping.tensor_shapes.items()}
+
+
 def expert_bias_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the expert biases of routers, by their names behind "router/" in a checkpoint."""
     shape, moe = ModelShape.of(model_config), model_config.moe

@@ -21,7 +21,7 @@ from nanotrain.checkpoint.compatibility import has_weights_alone, vocabulary_row
 from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
 from nanotrain.checkpoint.store import step_of
 from nanotrain.config.config import Config, DataConfig
-from nanotrain.config.schema import config_from_dict, to_dict
+from nanotrain.config.schema import config_from_dict, to_dict, unnest
 from nanotrain.data.build import first_blend, uses_quickstart
 from nanotrain.data.corpus_info import may_be_same_tokenizer, recorded_tokenizer
 from nanotrain.data.data_path import parse_data_path
@@ -169,7 +169,7 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
     watched = {"model": None, "optim": None, "precision": None, "data": None, "train": BATCH_SETTINGS}
     changed = []
     for section, names in watched.items():
-        before, now = _flat(saved.get(section)), _flat(current.get(section))
+        before, now = unnest(saved.get(section)), unnest(current.get(section))
         for name in sorted((before.keys() & now.keys()).intersection(names or now) - {"num_workers"}):
             if before[name] != now[name]:
                 changed.append(f"{section}.{name} {before[name]} -> {now[name]}")
@@ -178,10 +178,10 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
 
 def changed_decay(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Another number of steps than in a checkpoint, and what of a step depends on it; empty if nothing does."""
-    was, is_now = (_flat(config.get("train")).get("train_iters") for config in (saved, current))
+    was, is_now = (unnest(config.get("train")).get("train_iters") for config in (saved, current))
     if None in (was, is_now) or was == is_now:
         return []
-    optim = _flat(current.get("optim"))
+    optim = unnest(current.get("optim"))
     consequences = []
     if optim.get("lr_decay_style") not in (None, "constant"):
         lengths = optim.get("lr_decay_iters"), optim.get("lr_decay_samples")
@@ -204,21 +204,12 @@ def converted_moments(saved: Mapping[str, Any], current: Mapping[str, Any]) -> s
     """
     changes = {}
     for name in ("exp_avg", "exp_avg_sq"):
-        before, now = (_flat(side.get("precision")).get(f"{name}_dtype", "fp32") for side in (saved, current))
+        before, now = (unnest(side.get("precision")).get(f"{name}_dtype", "fp32") for side in (saved, current))
         if before != now:
             changes[name] = f"converted from {before} to {now}"
     if len(changes) == 2 and len(set(changes.values())) == 1:
         return f"moments {changes['exp_avg']}"
     return ", ".join(f"{name} {change}" for name, change in changes.items())
-
-
-def _flat(section: Any) -> dict[str, Any]:
-    """The values of a section and of those nested in it, by dotted name."""
-    values: dict[str, Any] = {}
-    for name, value in section.items() if isinstance(section, Mapping) else ():
-        inner = {f"{name}.{key}": item for key, item in _flat(value).items()}
-        values |= inner if isinstance(value, Mapping) else {name: value}
-    return values
 
 
 def _fall_back(start: Path, checkpointer: Checkpointer, *, error: DamagedCheckpoint) -> Path:
