@@ -135,7 +135,7 @@ def read_chunks(folder: Path, reads: Mapping[str, tuple[ChunkRead, ...]], *, tar
                 # Located before the first read, measured 10 % faster: each read empties the processor's caches.
                 located = [(shard.offset(read.chunk, read.dtype), read) for read in chunks]
                 located.sort(key=itemgetter(0))  # a disk reads ahead of the last read
-                list(start(lambda one, shard=shard: _read_chunk(shard, *one, targets=targets), located))
+                list(start(lambda one, shard=shard: _read_chunk(shard, one, targets=targets), located))
 
 
 def read_global_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -175,7 +175,8 @@ def require_tensor(path: Path, manifest: Manifest, *, name: str) -> TensorEntry:
     return entry
 
 
-def _read_chunk(shard: ShardFile, offset: int, read: ChunkRead, *, targets: Tensors) -> None:
+def _read_chunk(shard: ShardFile, located: tuple[int, ChunkRead], *, targets: Tensors) -> None:
+    offset, read = located
     chunk = torch.empty(read.chunk.box.shape, dtype=TORCH_DTYPES[read.dtype])
     shard.read(read.chunk, offset, into=raw_bytes(chunk))
     for copy in read.copies:
