@@ -129,13 +129,12 @@ def _check_sizes(groups: Mapping[Ranks, dist.ProcessGroup | None]) -> None:
     NCCL identifies the parts of a split by a number, which torch computes as a hash of their ranks: two parts with the
     same hash would become one communicator, in silence.
     """
-    ones = torch.ones(len(groups)).to(process_group_device(dist.group.WORLD))
-    for count, process_group in zip(ones, groups.values(), strict=True):
-        dist.all_reduce(count, group=process_group)
-    for ranks, size in zip(groups, ones.tolist(), strict=True):
+    for ranks, process_group in groups.items():
+        size = torch.ones((), device=process_group_device(dist.group.WORLD))
+        dist.all_reduce(size, group=process_group)
         if size != len(ranks):
             raise EnvironmentFault(
-                f"a group of {len(ranks)} ranks (first {ranks[0]}, last {ranks[-1]}) has {size:g} members",
+                f"a group of {len(ranks)} ranks (first {ranks[0]}, last {ranks[-1]}) has {size.item():g} members",
                 why="torch gave two groups of one split the same number",
                 fix="use another layout or number of ranks, or report it to PyTorch",
             )

@@ -112,21 +112,20 @@ class StopPoint:
             raise PassStopped(self._begun[1])
 
     def _watch(self) -> None:
+        request = self._prefix + "request"
         try:
             while not self._ended.wait(self.poll_s):
-                if time.monotonic() - self._pass_start >= self.poll_s and self._is_requested():
+                if time.monotonic() - self._pass_start < self.poll_s:
+                    continue
+                if self._wants_stop():
+                    self._store.set(request, "")
+                if self._store.check([request]):
                     self._agree()
                     return
         except RuntimeError:  # the process that serves the store has ended, which the ranks detect on their own
             with self._changed:
                 self._holds = False
                 self._changed.notify_all()
-
-    def _is_requested(self) -> bool:
-        key = self._prefix + "request"
-        if self._wants_stop():
-            self._store.set(key, "")
-        return self._store.check([key])
 
     def _agree(self) -> None:
         """Publish the position of this rank, and read the position at which all ranks stop."""

@@ -59,9 +59,7 @@ class Box:
 
     def within(self, outer: "Box") -> "Box":
         """This box relative to `outer`, which must contain it: the index into a tensor of outer's shape."""
-        is_inside = all(a <= b for a, b in zip(outer.start, self.start, strict=True)) and all(
-            a <= b for a, b in zip(self.stop, outer.stop, strict=True)
-        )
+        is_inside = all(a <= b for a, b in zip(outer.start + self.stop, self.start + outer.stop, strict=True))
         assert is_inside, f"{self} is not inside {outer}: elements outside would be read"
         return self.shifted([-offset for offset in outer.start])
 
