@@ -12,6 +12,7 @@ from nanotrain.config.megatron import row_of
 from nanotrain.config.option import Entry, flag_of
 from nanotrain.config.schema import ENTRIES
 from nanotrain.config.suggest import LISTED_BY, advise, by_meaning, cure_of, nearest
+from nanotrain.config.tables import read_table
 from nanotrain.errors import ConfigError
 
 
@@ -24,54 +25,19 @@ class Alias:
     agrees: tuple[str, ...]
 
 
-ALIASES: dict[str, Alias] = {
-    "--bf16": Alias("params_dtype", "bf16", agrees=("bf16",)),
-    "--fp16": Alias("params_dtype", "fp16", agrees=("fp16",)),
-    "--grad-reduce-in-fp32": Alias("accumulate_allreduce_grads_in_fp32", "true", agrees=("true",)),
-    "--fp8": Alias("fp8_format", "hybrid", agrees=("hybrid",)),
-    "--swiglu": Alias("activation", "swiglu", agrees=("swiglu",)),
-    "--squared-relu": Alias("activation", "squared_relu", agrees=("squared_relu",)),
-    "--quick-geglu": Alias("activation", "quick_geglu", agrees=("quick_geglu",)),
-    "--cpu-optimizer": Alias("optimizer_cpu_offload", "true", agrees=("true",)),
-    "--recompute-activations": Alias("recompute_granularity", "selective", agrees=("selective",)),
-    "--use-distributed-optimizer": Alias(
-        "data_parallel_sharding_strategy", "optim", agrees=("optim", "optim_grads", "optim_grads_params")
-    ),
+TABLE = read_table("arguments")
+ALIASES = {
+    flag: Alias(row["name"], row["value"], agrees=tuple(row.get("agrees", [row["value"]])))
+    for flag, row in TABLE["aliases"].items()
 }
-# Other spellings of a value, by unique name: Megatron-FSDP counts the strategies, -1 validation batches are none,
-# Muon updates full matrices wherever they are computed, its state is sharded by the strategy and not by a name of its
-# own, and some numbers ask for nothing.
-VALUES: dict[str, dict[str, str]] = {
-    "data_parallel_sharding_strategy": dict(
-        zip("0123", ENTRIES["data_parallel_sharding_strategy"].choices, strict=True)
-    ),
-    "eval_iters": {"-1": "0"},
-    "optimizer": {"dist_muon": "muon"},
-    "muon_tp_mode": {"duplicated": "distributed"},
-    "num_experts": {"0": "null"},
-    "window_size": {"-1,0": "null", "(-1,0)": "null", "(-1, 0)": "null"},
-    "moe_expert_capacity_factor": {"-1": "null", "-1.0": "null"},
-}
+VALUES: dict[str, dict[str, str]] = TABLE["spellings"]  # other spellings of a value, by unique name
+ARGUMENTS: dict[str, str] = TABLE["arguments"]  # arguments that set no field by themselves, as they are written
 FLAGS: dict[str, Entry] = {entry.flag: entry for entry in ENTRIES.values()}
 NEGATIONS: dict[str, Entry] = {f"--no-{flag[2:]}": entry for flag, entry in FLAGS.items() if entry.kind is bool}
 # Flags without a value that set no field, and the attribute of CommandLine that becomes true.
 SWITCHES = {"--explain": "wants_explanation", "--megatron-defaults": "wants_megatron_defaults"}
 
 NO_HYPHENS = tuple("\u2010\u2011\u2012\u2013\u2014\u2015\u2212")  # typographic hyphens, dashes and minus
-
-# Arguments that set no field by themselves, as they are written, and what they do.
-ARGUMENTS = {
-    "+config=NAME": "a recipe of configs/config, or of config/ in your own --config-dir",
-    "+config=FILE.yaml": "a configuration file, such as a run's config.yaml",
-    "model=NAME": "a YAML file of a group (configs/model, ...)",
-    "--config-dir DIR": "a folder of your own YAML files, may be repeated (also hydra.searchpath=[DIR,...])",
-    "--config-name NAME": "compose NAME.yaml instead of train.yaml",
-    "--cfg job": "print the resolved configuration and exit",
-    "--explain": "print it with the origin of every value and exit",
-    "--data-parallel-size N": "check that the run has N data-parallel ranks",
-    "--megatron-defaults": "Megatron-LM's defaults where no file and no argument sets a value",
-    "--help[=TOPIC]": "print this help, or that of all, megatron or a section, and exit; also -h",
-}
 
 
 def choice_of(group: str) -> str:
@@ -144,14 +110,9 @@ def unexpected(argument: str, *, previous: str, listed_by: str = LISTED_BY) -> C
     why = "it is neither a flag nor key=value"
     if flag in FLAGS or flag in ALIASES or row_of(flag):
         return ConfigError(what, why=why, fix=f"write {flag}")
-    if not argument:
-        return ConfigError("an empty argument", why=why, fix="remove the quotes around a variable that is not set")
-    if not argument.strip(" \\"):
-        fix = "end the line with the backslash, or write the whole command on one line without it"
-        return ConfigError(what, why="a backslash goes on to the next line only at the end of a line", fix=fix)
-    if argument.startswith("$"):
-        fix = "define the variable, and write it without single quotes"
-        return ConfigError(what, why="the shell has not replaced the variable", fix=fix)
+    for row in TABLE["unexpected"]:
+        if re.fullmatch(row["pattern"], argument):
+            return ConfigError(what, why=row["why"], fix=row["fix"])
     meant, suffix = by_meaning(argument), PurePath(argument).suffix
     if meant:
         return ConfigError(what, why=why, fix=advise(meant))

@@ -18,11 +18,14 @@ and T are allowed. BLEND is what `--data-path` takes.
 """
 
 import ast
+import math
+import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from nanotrain.errors import ConfigError
 from nanotrain.quantities import count_of
@@ -32,44 +35,18 @@ SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 LONGEST_PATTERN = 10_000
 
 
-def read_pattern(text: str) -> int | list[int]:
-    """A frequency, or one 0 or 1 per layer.
-
-    Raises:
-        ConfigError: text that is neither.
-
-    >>> read_pattern("2"), read_pattern("[0]*2 + [1]"), read_pattern("([1] + [0]*2)*2")
-    (2, [0, 0, 1], [1, 0, 0, 1, 0, 0])
-    """
-    value = _evaluate(text)
-    if isinstance(value, int) and value >= 1 or isinstance(value, list) and value and set(value) <= {0, 1}:
-        return value
-    raise ConfigError(
-        f"moe_layer_freq is {text!r}",
-        why="it takes N for every Nth layer, or lists of 0 (dense) and 1 (experts) joined by + and repeated by *",
-        fix="set --moe-layer-freq 1 for experts in every layer, or for example --moe-layer-freq '[0]*3+[1]*58'",
-    )
-
-
 def read_expert_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
     """Whether each layer has experts.
 
     Raises:
-        ConfigError: a pattern that is invalid or does not have one 0 or 1 per layer.
+        ConfigError: neither a number nor one 0 or 1 per layer.
 
-    >>> read_expert_pattern("2", 4)
-    (True, False, True, False)
+    >>> read_expert_pattern("2", 4), read_expert_pattern("([0] + [1]*2)*2", 6)
+    ((True, False, True, False), (False, True, True, False, True, True))
     """
-    pattern = read_pattern(text)
-    if isinstance(pattern, int):
-        return tuple(layer % pattern == 0 for layer in range(num_layers))
-    if len(pattern) != num_layers:
-        raise ConfigError(
-            f"moe_layer_freq {text} is for {count_of(len(pattern), 'layer')}",
-            why=f"num_layers is {num_layers}, and the pattern has one 0 or 1 for each",
-            fix=f"set --moe-layer-freq '[1]*{num_layers}' with a 0 for every dense layer",
-        )
-    return tuple(map(bool, pattern))
+    fix = f"set --moe-layer-freq 1 for experts in every layer, or for example '[0]+[1]*{num_layers - 1}'"
+    layers = _read_layers(text, num_layers, field="moe_layer_freq", values="a 0 (dense) or 1 (experts)", fix=fix)
+    return tuple(layer % layers == 0 for layer in range(num_layers)) if isinstance(layers, int) else layers
 
 
 def read_window_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
@@ -102,46 +79,34 @@ def read_no_rope_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
 
 def _read_layers(text: str, num_layers: int, *, field: str, values: str, fix: str) -> int | tuple[bool, ...]:
     """A frequency, above the layers for 0; or a flag per layer; a ConfigError for text that is neither."""
-    value = _evaluate(text)
-    if isinstance(value, int) and value >= 0:
+    try:
+        value = read_node(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        value = -1
+    if isinstance(value, int) and (value >= 1 or value == 0 and field != "moe_layer_freq"):
         return value or num_layers + 1
-    if isinstance(value, list) and len(value) == num_layers and set(value) <= {0, 1}:
+    if isinstance(value, list) and len(value) == num_layers and {*value} <= {0, 1}:
         return tuple(map(bool, value))
-    why = f"it takes N for every Nth layer, or {values} for each of {count_of(num_layers, 'layer')}"
+    count = f", and this has {count_of(len(value), 'value')}" if isinstance(value, list) else ""
+    why = f"it takes N for every Nth layer, or {values} for each of {count_of(num_layers, 'layer')}{count}"
     raise ConfigError(f"{field} is {text!r}", why=why, fix=fix)
 
 
-def _evaluate(text: str) -> int | list[int]:
-    """The value of a pattern; -1 for text that is none."""
-    try:
-        return read_node(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return -1
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 
-def read_node(node: ast.expr) -> int | list[int]:
+def read_node(node: ast.expr) -> Any:
     """The value of a number or a list of numbers, of their sums, and of a list or number times a number."""
     match node:
         case ast.Constant(value=int(number)):
             return number
-        case ast.List(elts=nodes):
-            numbers = [int(entry) for entry in map(read_node, nodes) if isinstance(entry, int)]
-            if len(numbers) == len(nodes):
-                return numbers
-        case ast.BinOp(left=left, op=operator, right=right):
+        case ast.List(elts=nodes) if all(isinstance(entry, ast.Constant) for entry in nodes):
+            return [read_node(entry) for entry in nodes]
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in OPERATORS:
             first, second = read_node(left), read_node(right)
-            match (operator, first, second):
-                case (ast.Add(), list(), list()):
-                    return first + second
-                case (ast.Add(), int(), int()) if abs(first) + abs(second) <= LONGEST_PATTERN:
-                    return first + second
-                case (ast.Sub(), int(), int()) if abs(first) + abs(second) <= LONGEST_PATTERN:
-                    return first - second
-                case (ast.Mult(), int(), int()) if abs(first * second) <= LONGEST_PATTERN:
-                    return first * second
-                case (ast.Mult(), list(entries), int(times)) | (ast.Mult(), int(times), list(entries)):
-                    if len(entries) * times <= LONGEST_PATTERN:
-                        return entries * times
+            length = math.prod(len(value) if isinstance(value, list) else abs(value) for value in (first, second))
+            if length <= LONGEST_PATTERN or not isinstance(sign, ast.Mult):
+                return OPERATORS[type(sign)](first, second)
     raise ValueError("not a pattern")
 
 

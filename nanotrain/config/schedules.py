@@ -20,7 +20,6 @@ Source: Li et al. 2022, "The Stability-Efficiency Dilemma" (sequence length warm
 sequences, and the rest of every sequence is not read.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -29,7 +28,7 @@ from nanotrain.config.notation import read_number
 from nanotrain.errors import ConfigError
 from nanotrain.quantities import count_of, round_up
 
-MAX_SAMPLES, MAX_INCREMENTS = 10**15, 10_000  # of a ramp-up; far beyond any run
+MAX_SAMPLES, MAX_INCREMENTS = 10**9, 10_000  # of a ramp-up; far beyond any run
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,6 @@ class RampUp:
         # in floating point, as in Megatron-LM, so that the size of every batch is the same as there
         samples_per_increment = self.samples / ((self.final - self.start) // self.increment)
         return min(self.final, self.start + int(consumed_samples / samples_per_increment) * self.increment)
-
-    def batches_from(self, consumed: int) -> int:
-        """Batches from `consumed` samples on that have the same size; the size never falls."""
-        size = self.size_at(consumed)
-        starts = range(consumed, self.last_change + 1, size)
-        return bisect_right(starts, size, key=self.size_at)
 
     @property
     def last_change(self) -> int:
@@ -84,11 +77,6 @@ class Steps:
     def size_at(self, consumed_samples: int) -> int:
         """Size of the batch that starts at `consumed_samples`."""
         return next(size for threshold, size in reversed(self.thresholds) if consumed_samples >= threshold)
-
-    def batches_from(self, consumed: int) -> int:
-        """Batches from `consumed` samples on, up to the next threshold."""
-        change = next(threshold for threshold, _ in self.thresholds if threshold > consumed)
-        return -(-(change - consumed) // self.size_at(consumed))
 
     @property
     def last_change(self) -> int:
@@ -213,8 +201,8 @@ def samples_of_steps(schedule: BatchSchedule, steps: int) -> int:
     22
     """
     consumed = 0
-    for size, count in batches_by_size(schedule):
-        consumed, steps = consumed + min(steps, count) * size, max(0, steps - count)
+    while steps > 0 and consumed <= schedule.last_change:
+        consumed, steps = consumed + schedule.size_at(consumed), steps - 1
     return consumed + steps * schedule.final
 
 
@@ -229,26 +217,10 @@ def steps_of_samples(schedule: BatchSchedule, samples: int) -> int:
     is_ramp = isinstance(schedule, RampUp)
     last_start = min(schedule.last_change, samples if is_ramp else samples - 1)
     consumed = steps = 0
-    for size, count in batches_by_size(schedule):
-        taken = max(0, min(count, (last_start - consumed) // size + 1))
-        consumed, steps = consumed + taken * size, steps + taken
-        if taken < count:
-            break
+    while consumed <= last_start:
+        consumed, steps = consumed + schedule.size_at(consumed), steps + 1
     rest = max(0, samples - consumed)
     return steps + (rest // schedule.final if is_ramp else -(-rest // schedule.final))
-
-
-def batches_by_size(schedule: BatchSchedule) -> Iterator[tuple[int, int]]:
-    """The size and the number of consecutive batches of one size, up to the last change.
-
-    >>> list(batches_by_size(Steps(((0, 4), (10, 8)))))
-    [(4, 3)]
-    """
-    consumed = 0
-    while consumed <= schedule.last_change:
-        size, count = schedule.size_at(consumed), schedule.batches_from(consumed)
-        yield size, count
-        consumed += count * size
 
 
 def global_batch_size(train: TrainConfig, dp: int) -> int:

@@ -34,7 +34,7 @@ def test_every_nth_layer_from_the_first_has_experts(num_layers, every):
 
 def test_a_pattern_has_an_entry_per_layer():
     model = ModelConfig(num_layers=5, moe=MoEConfig(num_experts=2, layer_freq="[0]*2+[1]*2"))
-    with pytest.raises(ConfigError, match="is for 4 layers: num_layers is 5"):
+    with pytest.raises(ConfigError, match="for each of 5 layers, and this has 4 values"):
         _ = model.moe_layers
     assert replace(model, num_layers=4).moe_layers == (False, False, True, True)
     assert replace(model, moe=replace(model.moe, num_experts=None)).moe_layers == (False,) * 5

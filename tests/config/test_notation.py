@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from nanotrain.config.load import load_config
 from nanotrain.config.notation import (
     moves_mtp_layers,
-    read_pattern,
+    read_expert_pattern,
     read_pipeline_layout,
     read_stages,
     stage_starts,
@@ -19,8 +19,7 @@ from nanotrain.errors import ConfigError
 
 @given(st.lists(st.booleans(), min_size=1, max_size=80))
 def test_what_is_written_reads_back(layers):
-    written = read_pattern(write_pattern(tuple(layers)))
-    assert written == (1 if all(layers) else [int(layer) for layer in layers])
+    assert read_expert_pattern(write_pattern(tuple(layers)), len(layers)) == tuple(layers)
 
 
 @pytest.mark.parametrize(
@@ -29,13 +28,13 @@ def test_what_is_written_reads_back(layers):
         ("[0]*3+[1]*2", [0, 0, 0, 1, 1]),
         ("3*[0, 1]", [0, 1] * 3),
         ("([0]+[1]*2)*2", [0, 1, 1] * 2),
-        (" 2 ", 2),
+        (" 2 ", [1, 0, 1]),
         ("[1]*(2+1)", [1, 1, 1]),
         ("[0]*(4-3)+[1]*(2*1)", [0, 1, 1]),
     ],
 )
 def test_a_pattern_is_lists_joined_and_repeated(text, layers):
-    assert read_pattern(text) == layers
+    assert read_expert_pattern(text, len(layers)) == tuple(map(bool, layers))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,7 @@ def test_a_pattern_is_lists_joined_and_repeated(text, layers):
 )
 def test_anything_else_is_an_error_and_never_run(text):
     with pytest.raises(ConfigError, match="moe_layer_freq is"):
-        read_pattern(text)
+        read_expert_pattern(text, 1)
 
 
 @given(st.integers(0, 4), st.lists(st.integers(1, 5), max_size=6), st.integers(0, 4))

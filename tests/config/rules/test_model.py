@@ -51,7 +51,7 @@ def test_what_fits_together_breaks_no_rule(keys):
         (LATENT | {"qk_pos_emb_head_dim": 63}, "set --qk-pos-emb-head-dim 64"),
         (LATENT | {"add_bias_linear": True}, "add_bias_linear with multi_latent_attention"),
         (EXPERTS | {"moe_layer_freq": "[0]*4"}, "no layer has the 8 experts: moe_layer_freq is [0]*4"),
-        (EXPERTS | {"moe_layer_freq": "[1]*5"}, "is for 5 layers: num_layers is 4"),
+        (EXPERTS | {"moe_layer_freq": "[1]*5"}, "for each of 4 layers, and this has 5 values"),
         (EXPERTS | {"moe_layer_freq": "some"}, "moe_layer_freq is 'some'"),
         (EXPERTS | {"moe_router_topk": 9}, "a token cannot be sent to 9 of 8 experts"),
         (EXPERTS | {"moe_router_topk": 1}, "the router would get no gradient; set --moe-router-pre-softmax"),
