@@ -109,17 +109,12 @@ def composition_errors() -> Iterator[None]:
 
     try:
         yield
-    except RecursionError:
-        why = "a defaults list includes its own file, or files include each other"
-        raise ConfigError("the YAML files cannot be composed", why=why, fix="remove that entry") from None
-    except (HydraException, OmegaConfBaseException, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, RecursionError, UnicodeDecodeError, yaml.YAMLError) as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        if isinstance(cause, yaml.MarkedYAMLError) and cause.problem_mark:
-            raise wrong_yaml(cause, cause.problem_mark.name) from None
         lines = [text.strip() for text in str(cause).splitlines() if text.strip()]
-        fix = "correct that file or its defaults list"
+        fix = "correct that file or its defaults list, which must not include the file itself"
         raise ConfigError("the YAML files cannot be composed", why=", ".join(lines[:3]), fix=fix) from error
 
 
@@ -302,31 +297,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or holds none.
     """
-    fix = "name a YAML file of nanotrain's sections"
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))
     except yaml.MarkedYAMLError as error:
-        raise wrong_yaml(error, str(path)) from None
-    except UnicodeDecodeError as error:
-        why = f"it is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}"
-        raise ConfigError(f"{path} cannot be read", why=why, fix="convert it to UTF-8") from None
-    except RecursionError:
-        raise ConfigError(f"{path} cannot be read", why="it is nested too deeply", fix=fix) from None
-    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        why = ", ".join(filter(None, (error.context, error.problem)))
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        fix = "correct the YAML; it is indented with spaces, and each key is set once"
+        raise ConfigError(f"{path} cannot be read", why=line + why, fix=fix) from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+        fix = "name a YAML file of nanotrain's sections, in UTF-8"
         raise ConfigError(f"{path} cannot be read", why=" ".join(str(error).split()), fix=fix) from None
     if not isinstance(content, dict):
         why, fix = "a configuration has sections", "write section: {field: value}"
         raise ConfigError(f"{path} holds no mapping", why=why, fix=fix)
     return {str(key): value for key, value in content.items()}
-
-
-def wrong_yaml(error: yaml.MarkedYAMLError, file: str) -> ConfigError:
-    """The error for a file that is no YAML, with the line."""
-    line, problem = (error.problem_mark.line + 1 if error.problem_mark else 0), error.problem or ""
-    key = problem.removeprefix("found duplicate key ")
-    if key != problem:
-        why = f"{key} is set twice in one section, the second time in line {line}"
-        return ConfigError(f"{file} cannot be read", why=why, fix="leave one of them out")
-    why = f"line {line}: " + ", ".join(part for part in (error.context, problem) if part)
-    fix = "indent with spaces in place of the tab" if "'\\t'" in problem else "correct the YAML"
-    return ConfigError(f"{file} cannot be read", why=why, fix=fix)

@@ -20,7 +20,7 @@ from nanotrain.config.config import Config
 from nanotrain.config.flags import CommandLine, Setting, apply_aliases, parse
 from nanotrain.config.help import USAGE, help_text
 from nanotrain.config.option import flag_of
-from nanotrain.config.references import without_values
+from nanotrain.config.references import as_written, without_values
 from nanotrain.config.rules.check import collect_errors
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import (
@@ -28,7 +28,6 @@ from nanotrain.config.schema import (
     KEYS,
     flat_values,
     nest,
-    plain,
     read_config,
     to_dict,
     value_of,
@@ -104,7 +103,7 @@ def configure(recipe: str | Path | None = None, **values: Any) -> Config:
                 raise ConfigError(f"{name}={value!r}", why=why, fix=fix)
             if name not in ENTRIES:
                 raise unknown_flag(flag, known=[*FLAGS, *ALIASES])
-            line.settings.append(Setting(ENTRIES[name].key, text_of(value), f"{name}={plain(value)!r}"))
+            line.settings.append(Setting(ENTRIES[name].key, text_of(value), f"{name}={as_written(value)!r}"))
     apply_aliases(line)
     return load_line(line).config
 
@@ -118,10 +117,10 @@ def shown(setting: Setting) -> str:
 def text_of(value: Any) -> str | list[str]:
     """A Python value as the text of a flag."""
     if isinstance(value, list | tuple):
-        return [str(plain(item)) for item in value]
+        return [str(as_written(item)) for item in value]
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    return str(plain(value))
+    return str(as_written(value))
 
 
 def load_object(config: Config) -> Loaded:
@@ -281,7 +280,7 @@ def flag_lines(line: CommandLine) -> list[str]:
 def yaml_value(value: object) -> str:
     """A value in one line of YAML."""
     quotes = '"' if isinstance(value, str) and "\n" in value else None  # other quotes would break the line
-    text: str = yaml.safe_dump(plain(value), default_flow_style=True, default_style=quotes, width=1000)
+    text: str = yaml.safe_dump(as_written(value), default_flow_style=True, default_style=quotes, width=1000)
     return text.removesuffix("\n").removesuffix("\n...")
 
 

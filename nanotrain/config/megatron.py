@@ -1,32 +1,26 @@
-"""Megatron-LM's flags that are no field here: the rows of `tables/megatron.yaml`, and the conversions that they name.
+"""Megatron-LM's flags that are no field here: the rows of `tables/megatron.yaml`.
 
 always     it names what is always so; another value than those listed is an error
 no effect  it tunes an implementation that does not exist here; accepted, changes nothing that is computed
 rename     it becomes values of fields
 not yet    an error, with the nearest alternative; values that ask for nothing are accepted
 
-A conversion is an exact function of the configuration and the text of a value; it returns values by unique name.
 `translate.py` applies the rows in the order of the command line, on a configuration that already has the values of all
 fields that were set.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal, get_args
 
+from nanotrain.config import conversions
 from nanotrain.config.config import Config
-from nanotrain.config.schedules import batch_schedule, steps_of_samples
 from nanotrain.config.tables import read_table
-from nanotrain.errors import ConfigError
-from nanotrain.quantities import count_of, step_name
-from nanotrain.untrusted import list_of, object_of, parse_json, read_file, text_of, unreadable
 
 Kind = Literal["always", "no effect", "rename", "not yet"]
 MANY = -1  # arity of a flag that takes all arguments up to the next flag
-LARGEST = 10**18  # of whole numbers, as of samples
 
 
 @dataclass(frozen=True)
@@ -40,14 +34,20 @@ class MegatronFlag:
     saves: bool = False  # of `no effect`: in Megatron-LM it saves time or memory, so the log names it
     sets: Mapping[str, Any] = field(default_factory=dict)  # of a rename: constant values by unique name,
     to: str = ""  # or the unique name of the field that takes its value,
-    convert: str = ""  # or the name of a function of CONVERSIONS
+    choices: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # or values of fields by the value that it takes,
+    convert: str = ""  # or the name of a function of config/conversions.py
     overrules: bool = False  # of a rename: its values replace those of other flags, as in Megatron-LM
     is_check: bool = False  # of a rename: it depends on what the other flags set, so it is converted last
 
     def values(self, config: Config, text: str) -> dict[str, Any]:
         """The values of fields that the flag stands for, by unique name."""
         if self.convert:
-            return CONVERSIONS[self.convert](config, text)
+            values: dict[str, Any] = getattr(conversions, self.convert)(config, text)
+            return values
+        if self.choices:
+            return dict(self.choices[text])
         return {self.to: text} if self.to else dict(self.sets)
 
 
@@ -97,194 +97,3 @@ def row_of(flag: str) -> MegatronFlag | None:
     """
     patterns = (row for pattern, row in megatron().patterns.items() if fnmatchcase(flag, pattern))
     return megatron().flags.get(flag) or next(patterns, None)
-
-
-def whole_number(flag: str, text: str) -> int:
-    """A value of at least 1, also written 1e9.
-
-    Raises:
-        ConfigError: anything else.
-    """
-    try:
-        number = int(text) if text.isdecimal() else float(text)
-        if 1 <= number <= LARGEST and number == int(number):
-            return int(number)
-    except (ValueError, OverflowError):
-        pass
-    raise ConfigError(f"{flag} is {text!r}", why="it takes a whole number from 1 to 10^18")
-
-
-def train_samples(config: Config, text: str) -> dict[str, Any]:
-    """Steps from the number of training samples, counted as in Megatron-LM; also the end of the lr schedule."""
-    samples, schedule = whole_number("--train-samples", text), batch_schedule(config)
-    batch_size = schedule.size_at(0) if schedule else config.train.global_batch_size
-    if batch_size is None:
-        why = "the number of steps is train_samples / global_batch_size, which is unset"
-        raise ConfigError(f"--train-samples {text} has no number of steps", why=why, fix="set --global-batch-size")
-    if samples < batch_size:
-        why = f"the first step takes {count_of(batch_size, 'sample')}"
-        raise ConfigError(f"--train-samples {text} is no whole step", why=why, fix="raise it")
-    steps = steps_of_samples(schedule, samples) if schedule else samples // batch_size
-    values: dict[str, Any] = {"train_iters": steps}
-    optim = config.optim
-    has_length = optim.lr_decay_style != "constant" or optim.lr_warmup_fraction is not None
-    if has_length and optim.lr_decay_iters is None and optim.lr_decay_samples is None:
-        values["lr_decay_samples"] = samples
-    return values
-
-
-def layers_per_virtual_stage(config: Config, text: str) -> dict[str, Any]:
-    """Virtual stages per pipeline rank from the layers of one of them."""
-    flag = "--num-layers-per-virtual-pipeline-stage"
-    layers, parallel = whole_number(flag, text), config.parallel
-    num_layers = config.model.num_layers + sum(parallel.counted_ends)
-    pp = parallel.pipeline_model_parallel_size
-    ends = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-    if ends != (None, None):
-        why = "with a first or last length the stages have different numbers of layers"
-        raise ConfigError(f"{flag} {text}", why=why, fix="set --num-virtual-stages-per-pipeline-rank")
-    if num_layers % (pp * layers):
-        why = f"{count_of(num_layers, 'layer', verb='is')} not a multiple of {pp} x {layers}"
-        fix = "set a number that divides num_layers / pipeline_model_parallel_size"
-        raise ConfigError(f"{flag} {text} does not split the model evenly", why=why, fix=fix)
-    return {"num_virtual_stages_per_pipeline_rank": num_layers // pp // layers}
-
-
-def padded_vocab_size(config: Config, text: str) -> dict[str, Any]:
-    """The multiple that pads the vocabulary to exactly this size."""
-    size, vocab_size = whole_number("--padded-vocab-size", text), config.model.vocab_size
-    if vocab_size is not None and vocab_size > size:
-        why = f"the vocabulary has {count_of(vocab_size, 'token')}"
-        raise ConfigError(f"--padded-vocab-size is {text}", why=why, fix="raise it or leave it out")
-    return {"make_vocab_size_divisible_by": size}
-
-
-def group_query_attention(config: Config, text: str) -> dict[str, Any]:
-    """One key/value head if their number is not set, Megatron-LM's default."""
-    return {} if config.model.num_query_groups is not None else {"num_query_groups": 1}
-
-
-def rope_type(config: Config, text: str) -> dict[str, Any]:
-    """The position embedding, rope or yarn."""
-    if text not in ("rope", "yarn"):
-        raise ConfigError(f"--rope-type is {text!r}", why="it takes rope or yarn")
-    return {"position_embedding_type": text}
-
-
-def no_position_embedding(config: Config, text: str) -> dict[str, Any]:
-    """No values; Megatron-LM takes the flag with RoPE only."""
-    if not config.model.has_rope:
-        why = f"position_embedding_type is {config.model.position_embedding_type}"
-        raise ConfigError("--no-position-embedding", why=why, fix="set --position-embedding-type none instead")
-    return {}
-
-
-def main_grads_dtype(config: Config, text: str) -> dict[str, Any]:
-    """The data type of Megatron-FSDP's main gradients; "auto" leaves the default."""
-    return {} if text == "auto" else {"main_grads_dtype": text}
-
-
-def grad_comm_dtype(config: Config, text: str) -> dict[str, Any]:
-    """Reduction in bf16 if Megatron-FSDP reduces in bf16.
-
-    Raises:
-        ConfigError: fp16, which gradients are never reduced in.
-    """
-    if text not in ("auto", "fp32", "bf16"):
-        flag = "--megatron-fsdp-grad-comm-dtype"
-        raise ConfigError(f"{flag} is {text!r}", why="gradients are reduced in fp32 or bf16", fix=f"set {flag} bf16")
-    return {"grad_reduce_in_bf16": True} if text == "bf16" else {}
-
-
-def moe_layer_recompute(config: Config, text: str) -> dict[str, Any]:
-    """Selective recomputation of MoE layers, in addition to modules that are already recomputed."""
-    is_selective = config.memory.recompute_granularity == "selective"
-    modules = config.memory.recompute_modules or (["core_attn"] if is_selective else [])
-    return {
-        "recompute_granularity": "selective",
-        "recompute_modules": [*dict.fromkeys([*modules, "moe"])],
-    }
-
-
-def ckpt_step(config: Config, text: str) -> dict[str, Any]:
-    """The step folder of a run to load, from the run folder of `--load` or its folder of checkpoints.
-
-    Raises:
-        ConfigError: `--load` is unset, or names a step folder itself.
-    """
-    flag, load = "--ckpt-step", config.checkpoint.load
-    name = step_name(whole_number(flag, text))
-    if load is None:
-        why = "it is a step of the run that --load names"
-        raise ConfigError(f"{flag} {text} without --load", why=why, fix="set --load RUN, also for the run's own folder")
-    folder = Path(load)
-    if folder.name.startswith("step-"):
-        why = f"{folder.name} is the checkpoint of one step"
-        raise ConfigError(f"{flag} {text} with --load {load}", why=why, fix=f"leave {flag} out or set --load RUN")
-    return {"load": str((folder if folder.name == "checkpoints" else folder / "checkpoints") / name)}
-
-
-def checkpoint_activations(config: Config, text: str) -> dict[str, Any]:
-    """Full recomputation, uniform as in Megatron-LM's earlier versions unless the line has a method."""
-    values = {"recompute_granularity": "full"}
-    return values if config.memory.recompute_method is not None else values | {"recompute_method": "uniform"}
-
-
-def data_args_path(config: Config, text: str) -> dict[str, Any]:
-    """The prefixes and weights of `--data-path`, separated by white space in a file.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds none.
-    """
-    flag, fix = "--data-args-path", "write what would follow --data-path into the file"
-    try:
-        words = read_file(Path(text)).decode().split()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{flag} {text} cannot be read", why=unreadable(error), fix=fix) from None
-    if not words:
-        raise ConfigError(f"{flag} {text} names no data", why="the file is empty", fix=fix)
-    return {"data_path": words}
-
-
-def per_split_data_args_path(config: Config, text: str) -> dict[str, Any]:
-    """The prefixes and weights of each split, from a JSON file: a text or a list of texts for train, valid and test.
-
-    Raises:
-        ConfigError: the file cannot be read, or has another form.
-    """
-    flag, fix = "--per-split-data-args-path", 'write {"train": "0.7 a 0.3 b", "valid": "c", "test": "d"} into the file'
-    try:
-        splits = object_of(parse_json(read_file(Path(text))), "the file")
-        if unknown := splits.keys() - {"train", "valid", "test"}:
-            raise ValueError(f"it has the key {min(unknown)!r}")
-        if not splits.get("train"):
-            raise ValueError("train has no data")
-        return {f"{split}_data_path": _words(value, split) for split, value in splits.items() if value is not None}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{flag} {text} cannot be read", why=unreadable(error), fix=fix) from None
-
-
-def _words(value: Any, name: str) -> list[str]:
-    if isinstance(value, str):
-        return value.split()
-    return [str(word) if isinstance(word, int | float) else text_of(word, name) for word in list_of(value, name)]
-
-
-CONVERSIONS: dict[str, Callable[[Config, str], dict[str, Any]]] = {
-    conversion.__name__: conversion
-    for conversion in (
-        train_samples,
-        layers_per_virtual_stage,
-        padded_vocab_size,
-        group_query_attention,
-        rope_type,
-        no_position_embedding,
-        main_grads_dtype,
-        grad_comm_dtype,
-        moe_layer_recompute,
-        ckpt_step,
-        checkpoint_activations,
-        data_args_path,
-        per_split_data_args_path,
-    )
-}

@@ -27,12 +27,9 @@ class FromEnvironment(str):
         text.reference = reference
         return text
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (str(self), self.reference)
-
-
-def _restore(value: str, reference: str) -> FromEnvironment:
-    return FromEnvironment(value, reference=reference)
+    def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, str]]:
+        """What pickle passes to `__new__`."""
+        return (str(self),), {"reference": self.reference}
 
 
 def mark_references(resolved: Any, written: Any) -> Any:
@@ -52,7 +49,7 @@ def mark_references(resolved: Any, written: Any) -> Any:
 
 
 def as_written(value: Any) -> Any:
-    """A value with its reference in place of what the environment holds."""
+    """A value in the types of YAML and JSON, with its reference in place of what the environment holds."""
     if isinstance(value, list):
         return [as_written(item) for item in value]
     return value.reference if isinstance(value, FromEnvironment) else value

@@ -339,12 +339,7 @@ TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", s
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A configuration or section as plain nested values, the inverse of `config_from_dict`."""
-    return nest({key: plain(value) for key, value in flat_values(config).items()})
-
-
-def plain(value: Any) -> Any:
-    """A value in the types of YAML and JSON."""
-    return [plain(item) for item in value] if isinstance(value, list) else as_written(value)
+    return nest({key: as_written(value) for key, value in flat_values(config).items()})
 
 
 def typed(value: Any) -> str:
@@ -353,7 +348,7 @@ def typed(value: Any) -> str:
     >>> typed(True), typed([1, 2]), typed(None), typed([])
     ('true', '1 2', 'unset', 'empty')
     """
-    value = plain(value)
+    value = as_written(value)
     if value is None:
         return "unset"
     if isinstance(value, bool):

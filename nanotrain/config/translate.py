@@ -19,7 +19,8 @@ from nanotrain.config.megatron import megatron
 from nanotrain.config.notation import read_pipeline_layout
 from nanotrain.config.option import flag_of
 from nanotrain.config.parallel import ParallelConfig
-from nanotrain.config.schema import ENTRIES, argument_of, convert, plain, typed, value_of, with_values
+from nanotrain.config.references import as_written
+from nanotrain.config.schema import ENTRIES, argument_of, convert, typed, value_of, with_values
 from nanotrain.errors import ConfigError, ErrorCollector
 from nanotrain.quantities import count_of
 
@@ -115,11 +116,13 @@ def convert_flag(result: Translation, argument: MegatronArgument) -> None:
         ConfigError: a field has another value on the command line.
     """
     row = argument.row
+    if row.choices and argument.value not in row.choices:
+        raise ConfigError(f"{argument.flag} is {argument.value!r}", why=f"it takes {' or '.join(row.choices)}")
     for name, value in row.values(result.config, argument.value).items():
         key = ENTRIES[name].key
         current, new = value_of(result.config, key), convert(ENTRIES[name], value)
         is_extended = isinstance(current, list) and set(current) <= set(new)
-        if not row.overrules and key in result.explicit and plain(current) != plain(new) and not is_extended:
+        if not row.overrules and key in result.explicit and as_written(current) != as_written(new) and not is_extended:
             raise ConfigError(
                 f"{argument.text} contradicts {argument_of(name, current)}",
                 why=f"it means {argument_of(name, new)}",

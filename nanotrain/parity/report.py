@@ -9,7 +9,8 @@ from typing import Any
 from nanotrain.config.config import Config
 from nanotrain.config.model import ModelConfig
 from nanotrain.config.parallel import ParallelConfig
-from nanotrain.config.schema import flat_values, plain, to_dict
+from nanotrain.config.references import as_written
+from nanotrain.config.schema import flat_values, to_dict
 from nanotrain.quantities import count_of
 
 # Tolerances of gradients and weights, as multiples of that of losses. An element of a gradient is one sum with
@@ -174,7 +175,7 @@ def _changed_fields(section: object, default: object) -> str:
     """The fields of a section that are not at their defaults, and the sizes of the model."""
     values, defaults = flat_values(section), flat_values(default)
     shown = {key: value for key, value in values.items() if key in SIZES or value != defaults[key]}
-    return ", ".join(f"{key} {plain(value)}" for key, value in shown.items())
+    return ", ".join(f"{key} {as_written(value)}" for key, value in shown.items())
 
 
 def _json_row(row: StepDifference | TensorDifference) -> dict[str, Any]:

@@ -28,9 +28,10 @@ from nanotrain.checkpoint.store import (
 )
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.load import Loaded
+from nanotrain.config.references import as_written
 from nanotrain.config.rules.check import check_layout, check_model
 from nanotrain.config.rules.unused import reset_unused
-from nanotrain.config.schema import KEYS, config_from_dict, flat_values, plain, value_of, with_values
+from nanotrain.config.schema import KEYS, config_from_dict, flat_values, value_of, with_values
 from nanotrain.data.build import build_data, first_blend, tokenizer_of, uses_quickstart
 from nanotrain.data.data_path import parse_data_path
 from nanotrain.data.indexed import IndexedTokens
@@ -130,8 +131,8 @@ def with_checkpoint_model(config: Config, explicit: frozenset[str]) -> Config:
     before, after = flat_values(config), flat_values(completed)
     for key in sorted(explicit):
         if before[key] != after[key] and key.startswith("model."):
-            flag, shown = KEYS[key].flag, plain(before[key])
-            log.info("use_checkpoint_args: %s is the checkpoint's %s, not %s", flag, plain(after[key]), shown)
+            flag, shown = KEYS[key].flag, as_written(before[key])
+            log.info("use_checkpoint_args: %s is the checkpoint's %s, not %s", flag, as_written(after[key]), shown)
     return completed
 
 

