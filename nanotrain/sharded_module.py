@@ -179,34 +179,32 @@ def find_units(
     Modules of the unit classes, and outside of them every module with parameters of its own.
 
     Args:
-        module: searched, itself included.
-        unit_classes: a module of such a class is one unit, whatever is inside.
-        must_not_nest: refuse parameters directly in a module that has units below it.
+        module: module to search, itself included.
+        unit_classes: classes of which every module is one unit, whatever is inside.
+        must_not_nest: whether to refuse parameters directly in a module that has units below it.
 
     Raises:
         ConfigError: no module of a unit class, or parameters that no unit can hold.
     """
     units: list[Unit] = []
     for name, child in module.named_modules():
-        if any(not unit or name.startswith(f"{unit}.") for unit, found in units if isinstance(found, unit_classes)):
+        if any(not unit or name.startswith(f"{unit}.") for unit, above in units if isinstance(above, unit_classes)):
             continue
         if isinstance(child, unit_classes) or _own_parameters(child):
             units.append((name, child))
     if not any(isinstance(child, unit_classes) for _, child in units):
         names = ", ".join(kind.__name__ for kind in unit_classes) or "none"
-        raise ConfigError(
-            f"the module has no module of the unit classes ({names})",
-            why="without units all parameters would be gathered at once",
-            fix=f"name the class of its blocks, for example one of {', '.join(_candidates(module))}",
-        )
+        what = f"the module has no module of the unit classes ({names})"
+        why = "without units all parameters would be gathered at once"
+        fix = f"name the class of its blocks, for example one of {', '.join(_candidates(module))}"
+        raise ConfigError(what, why=why, fix=fix)
     for name, child in units:
-        below = [other for other, _ in units if other != name and (other.startswith(f"{name}.") or not name)]
+        below = [unit for unit, _ in units if unit != name and (unit.startswith(f"{name}.") or not name)]
         if must_not_nest and below and _own_parameters(child):
-            raise ConfigError(
-                f"{name or type(child).__name__} has parameters of its own ({', '.join(_own_parameters(child))})",
-                why=f"it is not freed before {below[0]}, which is a unit inside it, runs",
-                fix=f"add {type(child).__name__} to the unit classes, or choose optim_grads",
-            )
+            what = f"{name or type(child).__name__} has parameters of its own ({', '.join(_own_parameters(child))})"
+            why = f"it is not freed before {below[0]}, which is a unit inside it, runs"
+            fix = f"add {type(child).__name__} to the unit classes, or choose optim_grads"
+            raise ConfigError(what, why=why, fix=fix)
     return units
 
 
@@ -221,8 +219,9 @@ def _declare(
     unit_of = {param: name or "root" for name, child in units for param in _names_below(name, child)}
     blocks = {name or "root" for name, child in units if isinstance(child, unit_classes)}
 
-    def declare(name: str, param: nn.Parameter) -> ParamSpec:
-        return ParamSpec(
+    params = []
+    for name, param in module.named_parameters():
+        spec = ParamSpec(
             name,
             tuple(param.shape),
             dtype=dtype,
@@ -231,8 +230,8 @@ def _declare(
             unit=unit_of[name],
             needs_whole_matrix=param.dim() == 2 and unit_of[name] in blocks,
         )
-
-    return [LocalParam.unsharded(declare(name, param)) for name, param in module.named_parameters()]
+        params.append(LocalParam.unsharded(spec))
+    return params
 
 
 def _names_below(name: str, child: nn.Module) -> list[str]:
@@ -249,23 +248,19 @@ def _candidates(module: nn.Module) -> list[str]:
 def _check(module: nn.Module, context: ParallelContext, *, parallel: ParallelConfig, optim: OptimConfig) -> None:
     wrong = {axis: size for axis in ("tp", "cp", "pp", "ep") if (size := context.topology.size(axis)) > 1}
     if wrong:
-        shown = ", ".join(f"{axis} {size}" for axis, size in wrong.items())
+        what = f"a sharded module with {', '.join(f'{axis} {size}' for axis, size in wrong.items())}"
         why = "the parameters of an arbitrary module do not declare how these axes shard them"
-        raise ConfigError(f"a sharded module with {shown}", why=why, fix="use data parallelism only, or the trainer")
+        raise ConfigError(what, why=why, fix="use data parallelism only, or the trainer")
     num_shards, strategy = context.group("dp_shard").size, parallel.data_parallel_sharding_strategy
     if num_shards > 1 and not STRATEGIES[strategy].shard_optim:
-        raise ConfigError(
-            f"{strategy} in a context whose ranks form shard groups of {num_shards}",
-            why="the context was made for another data_parallel_sharding_strategy",
-            fix="pass one ParallelConfig to Topology.of and to ShardedModule",
-        )
+        what = f"{strategy} in a context whose ranks form shard groups of {num_shards}"
+        why = "the context was made for another data_parallel_sharding_strategy"
+        raise ConfigError(what, why=why, fix="pass one ParallelConfig to Topology.of and to ShardedModule")
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     if frozen:
-        raise ConfigError(
-            f"{count_of(len(frozen), 'parameter', verb='is')} frozen, the first is {frozen[0]}",
-            why="the optimizer updates the whole flat buffer, so weight decay would change them",
-            fix="train all of them, or keep frozen ones as buffers of the module",
-        )
+        what = f"{count_of(len(frozen), 'parameter', verb='is')} frozen, the first is {frozen[0]}"
+        why = "the optimizer updates the whole flat buffer, so weight decay would change them"
+        raise ConfigError(what, why=why, fix="train all of them, or keep frozen ones as buffers of the module")
     sparse = [name or "the module" for name, child in module.named_modules() if getattr(child, "sparse", False) is True]
     if sparse:
         why = "gradients are added and reduced in flat buffers, which are dense"

@@ -292,8 +292,8 @@ def require_open_files(*, num_ranks: int = 0, num_workers: int = 0) -> None:
     between 104 and 120 (120 and 150). With less, one rank can fail where the others wait for it.
 
     Args:
-        num_ranks: that this process starts.
-        num_workers: data workers of this process.
+        num_ranks: number of ranks that this process starts.
+        num_workers: number of data workers of this process.
 
     Raises:
         EnvironmentFault: the limit is lower.

@@ -14,11 +14,11 @@ from nanotrain.errors import (
     report,
 )
 
-ONE = TopologyError("6 ranks cannot form tp=4", why="4 must divide 6", fix="run on 8 ranks")
-TWO = ConfigError("lr is fast", fix="set --lr 1")
+TOPOLOGY = TopologyError("6 ranks cannot form tp=4", why="4 must divide 6", fix="run on 8 ranks")
+RATE = ConfigError("lr is fast", fix="set --lr 1")
 
 
-@pytest.mark.parametrize("error", [ONE, TWO, DataError("gone"), CheckpointError("damaged", why="a flipped bit")])
+@pytest.mark.parametrize("error", [TOPOLOGY, RATE, DataError("gone"), CheckpointError("damaged", why="a flipped bit")])
 def test_an_error_pickles_with_its_class_and_texts(error):
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error) and str(copy) == str(error)
@@ -26,20 +26,20 @@ def test_an_error_pickles_with_its_class_and_texts(error):
 
 
 def test_several_errors_print_as_a_list_and_pickle():
-    errors = ConfigErrors([ONE, TWO])
-    assert str(errors) == f"2 mistakes:\n  - {ONE}\n  - {TWO}"
+    errors = ConfigErrors([TOPOLOGY, RATE])
+    assert str(errors) == f"2 mistakes:\n  - {TOPOLOGY}\n  - {RATE}"
     copy = pickle.loads(pickle.dumps(errors))
     assert str(copy) == str(errors) and [type(error) for error in copy.errors] == [TopologyError, ConfigError]
 
 
 def test_a_collector_keeps_configuration_errors_and_passes_others():
     collector = ErrorCollector()
-    for error in (ONE, ONE, ConfigErrors([ONE, TWO])):
+    for error in (TOPOLOGY, TOPOLOGY, ConfigErrors([TOPOLOGY, RATE])):
         with collector:
             raise error
     with pytest.raises(ConfigErrors) as caught:
         collector.raise_errors()
-    assert [str(error) for error in caught.value.errors] == [str(ONE), str(TWO)]
+    assert [str(error) for error in caught.value.errors] == [str(TOPOLOGY), str(RATE)]
     with pytest.raises(DataError), collector:
         raise DataError("no configuration error")
 
@@ -48,13 +48,13 @@ def test_one_collected_error_is_raised_as_it_is():
     collector = ErrorCollector()
     collector.raise_errors()
     with collector:
-        raise ONE
+        raise TOPOLOGY
     with pytest.raises(TopologyError, match="6 ranks"):
         collector.raise_errors()
 
 
 def test_report_prints_one_message(capsys):
-    assert report(TWO) == report(TWO, quiet=True) == 2
+    assert report(RATE) == report(RATE, quiet=True) == 2
     assert capsys.readouterr().err == "error: lr is fast; set --lr 1\n"
 
 

@@ -34,10 +34,10 @@ class CommandParser(argparse.ArgumentParser):
 
     Args:
         command: name of the command.
-        function: what it runs.
-        arguments: its arguments, each from `argument`.
-        epilog: last sentence of its help.
-        elsewhere: flags that the same thing has in other programs, with what to write here.
+        function: function that the command runs.
+        arguments: arguments of the command, each from `argument`.
+        epilog: last sentence of the help.
+        elsewhere: flags of other programs with the same meaning, and what to write instead.
     """
 
     def __init__(

@@ -45,10 +45,10 @@ def start_ranks(
     """Run a program with one process per rank of this machine.
 
     Args:
-        program: the module that every rank runs, and its arguments.
+        program: module that every rank runs, and its arguments.
         options: torchrun's options.
         environment: environment of this process; OMP_NUM_THREADS is set in it unless it is there.
-        check: raises for a number of ranks that the program cannot run on.
+        check: function that raises for a number of ranks that the program cannot run on.
 
     Returns:
         The exit code.

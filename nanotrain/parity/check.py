@@ -74,7 +74,7 @@ class Record:
 
     Attributes:
         dp: index in the data-parallel group; ranks with equal indices read the same samples.
-        losses, grad_norms: per step.
+        losses, grad_norms: loss and gradient norm of every step.
         grads: local shards of the gradients of the first step.
         weights: local boxes of the parameters after the last step.
         buffers: buffers with state after the last step, as router biases.
@@ -123,10 +123,10 @@ def check_parity(loaded: Loaded, world_size: int, *, num_steps: int, tolerance: 
     """Train a shrunk form of a configuration on one rank and on N ranks, and compare.
 
     Args:
-        loaded: a validated configuration.
-        world_size: N, processes started on this machine.
-        num_steps: optimizer steps.
-        tolerance: see `ParityReport`.
+        loaded: validated configuration.
+        world_size: number of ranks, N, which are processes on this machine.
+        num_steps: number of optimizer steps.
+        tolerance: largest relative difference of losses that counts as equal; see `ParityReport`.
 
     Raises:
         TopologyError: the layout does not fit the ranks.
@@ -299,9 +299,9 @@ def run_local_ranks(
 
     Args:
         topology: topology of the world.
-        function: a module-level function; its arguments and results must be picklable.
+        function: module-level function, whose arguments and results must be picklable.
         arguments: arguments of every rank.
-        timeout_s: how long a collective waits for a slow or lost rank.
+        timeout_s: seconds that a collective waits for a slow or lost rank.
 
     Returns:
         The results, by rank.

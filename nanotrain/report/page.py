@@ -36,9 +36,9 @@ def write_report(runs: Sequence[RunHistory], output: Path, *, fix: str = OTHER_F
     """Write the report of runs; the file is replaced at once, so it is never incomplete.
 
     Args:
-        runs: at least one; several are drawn over each other and their settings compared.
-        output: the HTML file; replaced.
-        fix: what to do besides freeing space where the file cannot be written.
+        runs: one run or several, which are drawn over each other and their settings compared.
+        output: HTML file to replace.
+        fix: cure besides freeing space where the file cannot be written.
 
     Raises:
         EnvironmentFault: the file cannot be written.

@@ -70,7 +70,7 @@ def config_table(runs: Sequence[RunHistory]) -> str:
 
 def checkpoint_table(run: RunHistory) -> str:
     """Name, size and time of every checkpoint."""
-    rows = [(one.name, _bytes(one.num_bytes), _time(one.modified_s)) for one in run.checkpoints]
+    rows = [(saved.name, _bytes(saved.num_bytes), _time(saved.modified_s)) for saved in run.checkpoints]
     return html_table(("checkpoint", "size", "written"), rows) if rows else "<p>none</p>"
 
 

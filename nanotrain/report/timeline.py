@@ -91,9 +91,9 @@ def read_timeline(folder: Path, *, step: int | None = None, ranks: Sequence[int]
     """Read the traces of a run.
 
     Args:
-        folder: of the run.
+        folder: run folder.
         step: number of the step; None: the last one that was profiled.
-        ranks: which to read; empty: the first MAX_RANKS.
+        ranks: ranks to read; empty: the first MAX_RANKS.
 
     Raises:
         EnvironmentFault: no traces, a trace that cannot be read, a step or rank that was not profiled.
@@ -105,7 +105,7 @@ def read_timeline(folder: Path, *, step: int | None = None, ranks: Sequence[int]
         raise EnvironmentFault(f"rank {absent[0]} has no trace", why=f"ranks with one: {there}", fix="change --ranks")
     chosen = sorted(set(ranks)) or sorted(traces)[:MAX_RANKS]
     steps = [read_step(traces[rank], rank=rank, step=step) for rank in chosen]
-    return Timeline(tuple(map(_lanes, steps)), len(traces), on_device=any(one.on_device for one in steps))
+    return Timeline(tuple(map(_lanes, steps)), len(traces), on_device=any(each.on_device for each in steps))
 
 
 def save(timeline: Timeline, folder: Path) -> None:
@@ -183,7 +183,7 @@ def save_png(timeline: Timeline, path: Path) -> None:
 def figure_of(timeline: Timeline, *, name: str) -> dict[str, Any]:
     """The chart of a report, in plotly's JSON form."""
     data = [_bars(timeline, kind) for kind in LEGEND]
-    rows = [f"rank {one.rank} {lane}" for one in timeline.ranks for lane in LANES]
+    rows = [f"rank {lanes.rank} {lane}" for lanes in timeline.ranks for lane in LANES]
     layout = layout_of(f"{name}, {timeline.title}", x_title="ms from the start of the step")
     layout |= {"barmode": "overlay", "bargap": 0.15, "height": 150 + 24 * len(rows)}
     layout["legend"] = {"orientation": "h", "y": -0.2}
@@ -194,7 +194,7 @@ def figure_of(timeline: Timeline, *, name: str) -> dict[str, Any]:
 def _bars(timeline: Timeline, kind: str) -> dict[str, Any]:
     """The bars of one color."""
     lane = next(lane for lane, kinds in LANES.items() if kind in kinds)
-    bars = [(f"rank {one.rank} {lane}", start, end) for one in timeline.ranks for start, end in one.spans_ms[kind]]
+    bars = [(f"rank {each.rank} {lane}", start, end) for each in timeline.ranks for start, end in each.spans_ms[kind]]
     return {
         "type": "bar",
         "orientation": "h",

@@ -106,8 +106,8 @@ def read_step(path: Path, *, rank: int, step: int | None = None) -> RankStep:
     """Read one step of a trace.
 
     Args:
-        path: a trace that torch's profiler exported.
-        rank: whose trace it is.
+        path: trace file that torch's profiler exported.
+        rank: rank of the trace.
         step: number of the step; None: the last one that the trace marks, or the whole trace where none is marked.
 
     Raises:

@@ -53,9 +53,9 @@ class Watchdog:
     Args:
         context: device and process groups of this rank.
         folder: run folder, for the report.
-        timeout_s: a rank that begins nothing for this long hangs; 0 watches only for lost ranks; None: a share of the
-            timeout of collectives, which may be lowered during the run.
-        end: ends this process; replaced in tests.
+        timeout_s: seconds in which a rank begins something unless it hangs; 0 watches only for lost ranks; None: a
+            share of the timeout of collectives, which may be lowered during the run.
+        end: function that ends this process; replaced in tests.
     """
 
     def __init__(

@@ -101,16 +101,16 @@ def test_more_ranks_than_the_padding_was_made_for_share_the_vocabulary(tmp_path:
 def texts_here(ctx: ParallelContext, path: Path) -> tuple[Tensor, list[str]]:
     """The logits of a batch; greedy and sampled texts of two prompts with and without the cache, one with a stop."""
     model = load_model(open_model(path), context=ctx)
-    logits, found = model.model.logits(torch.arange(14).view(2, 7)).detach(), []
+    logits, texts = model.model.logits(torch.arange(14).view(2, 7)).detach(), []
     for sampling in SAMPLINGS:
         sampling = replace(sampling, seed=sampling.seed + ctx.rank)  # another draw, but the first rank's tokens count
         for use_cache in (True, False):
             pieces = list(model.stream(PROMPTS, num_tokens=6, sampling=sampling, use_cache=use_cache))
-            found += ["".join(piece for row, piece in pieces if row == index) for index in range(2)]
-    found.append(model.generate("abc", num_tokens=6, sampling=SAMPLINGS[1], stops=[found[4][2:4]]))
+            texts += ["".join(piece for row, piece in pieces if row == index) for index in range(2)]
+    texts.append(model.generate("abc", num_tokens=6, sampling=SAMPLINGS[1], stops=[texts[4][2:4]]))
     with pytest.raises(DataError, match="positions"):
         model.stream(["x" * 5000])
-    return logits, found
+    return logits, texts
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def texts_here(ctx: ParallelContext, path: Path) -> tuple[Tensor, list[str]]:
 def test_every_rank_of_the_shards_writes_the_text_of_one_rank(folder: Path, name: str, sizes: dict[str, int]) -> None:
     logits, expected = texts_here(ParallelContext.attach(Topology.of(ParallelConfig(), 1)), folder / name)
     assert expected[:2] == expected[2:4] != expected[4:6] and len(set(expected)) > 3
-    for found, texts in run_ranks(2, texts_here, folder / name, **sizes):
-        torch.testing.assert_close(found, logits, rtol=1e-5, atol=2e-5)
+    for sharded_logits, texts in run_ranks(2, texts_here, folder / name, **sizes):
+        torch.testing.assert_close(sharded_logits, logits, rtol=1e-5, atol=2e-5)
         assert texts == expected
 
 

@@ -70,8 +70,8 @@ def test_a_misspelled_flag_of_the_command_is_named_before_what_is_missing():
     for wrong in ("--promt", "--prompts=hi"):
         with pytest.raises(ConfigError, match=rf"unknown {wrong.partition('=')[0]} \(write --prompt\)"):
             parser.parse_known_args([wrong])
-    for other in ("--lr", "--seq-lenght"):  # of a training, or misspelled so
-        assert parser.parse_known_args(["--prompt", "a", other])[1] == [other]
+    for flag in ("--lr", "--seq-lenght"):  # of a training, or misspelled so
+        assert parser.parse_known_args(["--prompt", "a", flag])[1] == [flag]
 
 
 def test_a_misspelled_option_in_place_of_a_command():

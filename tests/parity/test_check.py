@@ -168,8 +168,8 @@ def test_samples_read_twice_or_by_half_a_replica_are_found() -> None:
             Record(dp, losses=[1.0], grad_norms=[1.0], grads=grads(), reads=reads) for dp, reads in reads_by_dp.items()
         ]
         assert check(records).samples_read_once is is_right
-    other = Record(0, losses=[1.0], grad_norms=[1.0], grads=grads(), reads=right[1])
-    assert not check([*records, other]).samples_read_once  # two ranks of one replica read different samples
+    half_of_a_replica = Record(0, losses=[1.0], grad_norms=[1.0], grads=grads(), reads=right[1])
+    assert not check([*records, half_of_a_replica]).samples_read_once  # two ranks of one replica read different samples
 
 
 # of the model, the batches and recomputation; each is in the small run of two ranks
@@ -210,9 +210,9 @@ def test_an_element_that_no_rank_holds_and_one_that_is_nan_are_infinitely_wrong(
         record = Record(0, losses=[float("nan")], grad_norms=[1.0], grads=held, reads=[[]])
         report = compare(reference, [record], config=config, tolerance=1e-5)
         assert report.parameters[0].absolute == float("inf") and not report.holds
-        found = json.loads(report.to_json())
-        assert found["parameters"][0]["relative"] is None and found["steps"][0]["loss"] is None
-        assert found["equal"] is False
+        written = json.loads(report.to_json())
+        assert written["parameters"][0]["relative"] is None and written["steps"][0]["loss"] is None
+        assert written["equal"] is False
 
 
 def test_samples_have_documents_where_the_configuration_asks_for_them() -> None:
@@ -229,10 +229,10 @@ def test_samples_have_documents_where_the_configuration_asks_for_them() -> None:
 def test_the_command_checks_experts_and_says_so_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["+config=tiny_moe", "--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]
     code = main(["parity", "--world-size", "2", "--steps", "2", "--json", *words])
-    found = json.loads(capsys.readouterr().out)
-    assert code == 0 and found["equal"] and found["complaints"] == [] and len(found["steps"]) == 2
-    assert found["samples_read_once"] and not found["unequal_replicas"]
-    assert found["config"]["parallel"]["expert_model_parallel_size"] == 2
+    written = json.loads(capsys.readouterr().out)
+    assert code == 0 and written["equal"] and written["complaints"] == [] and len(written["steps"]) == 2
+    assert written["samples_read_once"] and not written["unequal_replicas"]
+    assert written["config"]["parallel"]["expert_model_parallel_size"] == 2
 
 
 def test_a_tolerance_that_nothing_meets_ends_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,7 @@ def test_checkpoints_are_step_folders_only(tmp_path: Path) -> None:
     for name in ("step-00000010", "step-00000020.tmp", "other"):
         (folder / "checkpoints" / name).mkdir(parents=True)
         (folder / "checkpoints" / name / "shard").write_bytes(bytes(7))
-    assert [(one.name, one.num_bytes) for one in RunHistory.read(folder).checkpoints] == [("step-00000010", 7)]
+    assert [(saved.name, saved.num_bytes) for saved in RunHistory.read(folder).checkpoints] == [("step-00000010", 7)]
 
 
 def test_find_runs_lists_the_newest_first(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ def printed(function: object, runs: list[RunHistory], width: int) -> list[str]:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[RunHistory]:
-    other = {"train": {"train_iters": 40, "seed": 2}, "optim": {"lr": 0.1}}
+    other_settings = {"train": {"train_iters": 40, "seed": 2}, "optim": {"lr": 0.1}}
     return [
         RunHistory.read(write_run(tmp_path / "tiny-a[1]")),
-        RunHistory.read(write_run(tmp_path / "b", steps=30, config=other)),
+        RunHistory.read(write_run(tmp_path / "b", steps=30, config=other_settings)),
     ]
 
 

@@ -40,7 +40,7 @@ def test_shares_are_of_all_ranks_and_of_each(run):
 
 
 def test_ranks_are_chosen(run):
-    assert [one.rank for one in timeline.read_timeline(run, ranks=[1]).ranks] == [1]
+    assert [lanes.rank for lanes in timeline.read_timeline(run, ranks=[1]).ranks] == [1]
     with pytest.raises(EnvironmentFault, match="rank 7 has no trace: ranks with one: 0, 1; change --ranks"):
         timeline.read_timeline(run, ranks=[0, 7])
 

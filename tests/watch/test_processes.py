@@ -17,12 +17,12 @@ from tests.harness import HANG_S, ranks
 def test_every_rank_of_a_machine_reads_the_others(ctx):
     created, create = [], processes._create
     processes._create = lambda num_ranks: created.append(create(num_ranks)) or created[-1]
-    found, records = share_heartbeats(ctx.heartbeat, ctx.control)
+    all_processes, records = share_heartbeats(ctx.heartbeat, ctx.control)
     ctx.heartbeat.begin("step", step=10 + ctx.rank)
     barrier(ctx.control)
     beats = {rank: read_record(record) for rank, record in records.items()}
     assert [beats[rank].step for rank in range(3)] == [10, 11, 12]
-    assert found[ctx.rank].pid == os.getpid()
+    assert all_processes[ctx.rank].pid == os.getpid()
     barrier(ctx.control)
     assert len(created) == (ctx.rank == 0)
     assert not any(map(os.path.exists, created)), "the file is unlinked"
@@ -31,8 +31,8 @@ def test_every_rank_of_a_machine_reads_the_others(ctx):
 @ranks(2, threads=False)
 def test_without_shared_memory_a_rank_knows_itself_only(ctx):
     processes._create = lambda num_ranks: None
-    found, records = share_heartbeats(ctx.heartbeat, ctx.control)
-    assert len(found) == 2 and set(records) == {ctx.rank}
+    all_processes, records = share_heartbeats(ctx.heartbeat, ctx.control)
+    assert len(all_processes) == 2 and set(records) == {ctx.rank}
 
 
 def test_containers_of_one_machine_do_not_look_for_each_other_s_process_ids(monkeypatch):

@@ -31,13 +31,13 @@ def by_rank(*views: RankView) -> dict[int, RankView]:
 
 def test_a_rank_that_did_not_start_a_collective_is_behind():
     late_rank = view(2, last=Collective(11, "all_gather", 32), action="B0.3")
-    found = diagnose(by_rank(waits(0), waits(1), late_rank, waits(3)), DATA_PARALLEL)
-    assert found.ranks == (2,)
-    assert found.headline == (
+    diagnosis = diagnose(by_rank(waits(0), waits(1), late_rank, waits(3)), DATA_PARALLEL)
+    assert diagnosis.ranks == (2,)
+    assert diagnosis.headline == (
         "rank 2 (dp2, host node, pid 102) is behind: ranks 0-1, 3 wait for all_reduce #12 of group world; "
         "it was in step 7, phase step, action B0.3"
     )
-    assert found.details == (
+    assert diagnosis.details == (
         "group world (ranks 0-3): last started by ranks 0-1, 3: #12 all_reduce of 64 bytes; "
         "rank 2: #11 all_gather of 32 bytes",
     )
@@ -48,30 +48,31 @@ def test_a_rank_that_did_not_start_a_collective_is_behind():
 )
 def test_a_frozen_lost_or_silent_rank_is_named_first(state, says):
     frozen = view(1, state=state, last=Collective(11, "all_reduce", 64)) if state != "?" else RankView(1, "b", 5, "?")
-    found = diagnose(by_rank(waits(0), frozen, view(2), waits(3)), DATA_PARALLEL)
-    assert found.ranks == (1,) and says in found.headline
+    diagnosis = diagnose(by_rank(waits(0), frozen, view(2), waits(3)), DATA_PARALLEL)
+    assert diagnosis.ranks == (1,) and says in diagnosis.headline
 
 
 def test_a_rank_that_finished_is_not_lost():
-    found = diagnose(by_rank(view(0, state="", phase="finished"), view(1), view(2), view(3)), DATA_PARALLEL)
-    assert found.ranks == () and "no rank waits for another one" in found.headline
+    diagnosis = diagnose(by_rank(view(0, state="", phase="finished"), view(1), view(2), view(3)), DATA_PARALLEL)
+    assert diagnosis.ranks == () and "no rank waits for another one" in diagnosis.headline
 
 
 def test_the_end_of_a_chain_of_pipeline_stages_is_behind_not_those_that_wait_for_it():
     def stage(rank: int, source: int) -> RankView:
         return view(rank, waiting=Waiting("pp", "p2p", 3, peer=source), action=f"F{rank}.0")
 
-    found = diagnose(by_rank(view(0, action="F0.0"), stage(1, 0), stage(2, 1), stage(3, 2)), PIPELINE)
-    assert found.ranks == (0,) and "rank 1 waits for a message of group pp" in found.headline
+    diagnosis = diagnose(by_rank(view(0, action="F0.0"), stage(1, 0), stage(2, 1), stage(3, 2)), PIPELINE)
+    assert diagnosis.ranks == (0,) and "rank 1 waits for a message of group pp" in diagnosis.headline
 
 
 def test_ranks_in_different_collectives_wait_for_each_other():
     topology = Topology.of(parallel_config(tp=2), 2)
     first = view(0, waiting=Waiting("tp", "all_reduce", 2), collectives={"tp": Collective(2, "all_reduce", 8)})
     second = view(1, waiting=Waiting("world", "all_reduce", 1), collectives={"world": Collective(1, "all_reduce", 8)})
-    found = diagnose(by_rank(first, second), topology)
+    diagnosis = diagnose(by_rank(first, second), topology)
     assert (
-        found.ranks == (0, 1) and "wait for each other: they started their collectives in different" in found.headline
+        diagnosis.ranks == (0, 1)
+        and "wait for each other: they started their collectives in different" in diagnosis.headline
     )
 
 
@@ -79,18 +80,18 @@ def test_where_no_rank_waits_those_that_started_fewer_collectives_are_named():
     def at(rank: int, sequence: int, **fields) -> RankView:
         return view(rank, last=Collective(sequence, "all_reduce", 64), **fields)
 
-    found = diagnose(by_rank(at(0, 12), at(1, 13), at(2, 11, phase="hooks"), at(3, 13)), DATA_PARALLEL)
-    assert found.ranks == (2,)
-    assert found.headline == (
+    diagnosis = diagnose(by_rank(at(0, 12), at(1, 13), at(2, 11, phase="hooks"), at(3, 13)), DATA_PARALLEL)
+    assert diagnosis.ranks == (2,)
+    assert diagnosis.headline == (
         "rank 2 (dp2, host node, pid 102) started fewer collectives than ranks 0-1, 3; it was in step 7, phase hooks"
     )
 
 
 def test_different_sizes_of_the_same_collective_are_where_ranks_differ():
     views = by_rank(waits(0), waits(1), waits(2), waits(3, num_bytes=80))
-    found = diagnose(views, DATA_PARALLEL)
-    assert found.headline == "the ranks of a group started different collectives"
-    assert "rank 3: #12 all_reduce of 80 bytes" in found.details[0]
+    diagnosis = diagnose(views, DATA_PARALLEL)
+    assert diagnosis.headline == "the ranks of a group started different collectives"
+    assert "rank 3: #12 all_reduce of 80 bytes" in diagnosis.details[0]
     views = by_rank(*(waits(rank, op="all_to_all", num_bytes=rank) for rank in range(4)))
     assert diagnose(views, DATA_PARALLEL).details == (), "uneven sizes are usual there"
 
