@@ -24,7 +24,7 @@ import torch
 from baselines import Shape
 from throughput import Contender, Figure, Job, Outcome, nanotrain_command, run, torch_command
 
-from nanotrain.train.plans.traffic import ATTENTION_BYTES, AttentionShape, ExpertShape, expert_parallel_bytes
+from nanotrain.train.plans.traffic import ATTENTION_BYTES, COUNT_BYTES, EXPERT_BYTES, TOKEN_TRIPS, AttentionShape
 
 NUM_EXPERTS, TOPK, EXPERT_WIDTH = 8, 2, 256
 EVERY = 2  # one layer in EVERY has experts
@@ -108,8 +108,9 @@ def cp_sent(step: Step, *, comm_type: str) -> float:
 def ep_sent(step: Step) -> float:
     """docs/parallel/ep.md on 2 ranks, with balanced experts."""
     shape = step.shape
-    layer = ExpertShape(step.micro_batch * shape.seq, TOPK, NUM_EXPERTS, shape.hidden, BYTES)
-    return step.num_microbatches * shape.layers // EVERY * sum(expert_parallel_bytes(layer, 2).values())
+    tokens = TOKEN_TRIPS * step.micro_batch * shape.seq * TOPK * shape.hidden * BYTES
+    num_bytes = EXPERT_BYTES["ep", "all_to_all"](tokens, NUM_EXPERTS * COUNT_BYTES, 2)
+    return step.num_microbatches * shape.layers // EVERY * num_bytes
 
 
 @dataclass(frozen=True)

@@ -16,20 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from nanotrain.comm.device import Copy, HostTransfer
-from nanotrain.errors import ConfigError
 
 MIN_BYTES = 4096  # smaller storages stay on the device: copying them costs more than it saves
-
-
-def require_gpu(device: str) -> None:
-    """Check that offloading has an effect on a device, "cpu" or "cuda".
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if device == "cpu":
-        why, fix = "activations on a CPU are in host memory already", "leave out --cpu-offloading"
-        raise ConfigError("cpu_offloading has no effect", why=why, fix=fix)
 
 
 def offloaded(blocks: Sequence[nn.Module]) -> list[Callable[..., Tensor]]:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 
 from nanotrain.comm.device import Copy, HostTransfer
-from nanotrain.errors import ConfigError
 from nanotrain.optim.rule import UpdateRule, UpdateStep
 from nanotrain.optim.state import PartState
 
@@ -56,17 +55,3 @@ class HostUpdate:
             part.main_in_chunks_to(host.params)
             self._copies.start(part.model_params, host.params)
         self._copies.finish()
-
-
-def require_gpu(device_type: str) -> None:
-    """Check that offload has an effect.
-
-    Raises:
-        ConfigError: the device is a CPU.
-    """
-    if device_type == "cpu":
-        raise ConfigError(
-            "optimizer_cpu_offload has no effect",
-            why="the device is a CPU: optimizer state is in host memory already",
-            fix="leave out --optimizer-cpu-offload",
-        )

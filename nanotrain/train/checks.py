@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from nanotrain.attention.backends import AttentionChoice, AttentionDevice
 from nanotrain.comm import device
@@ -20,8 +19,6 @@ from nanotrain.config.config import Config, Fp8Config
 from nanotrain.data.build import uses_quickstart
 from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
 from nanotrain.log import get_logger
-from nanotrain.memory import offload as activation_offload
-from nanotrain.optim import offload as optimizer_offload
 from nanotrain.precision.fp8 import RECIPES
 from nanotrain.runs.folder import RunFolder, check_writable
 from nanotrain.system import require_open_files
@@ -64,16 +61,6 @@ def check(start: Start) -> None:
         errors.raise_errors()
 
 
-def check_open_files(start: Start) -> None:
-    """The limit of open files allows the data workers."""
-    require_open_files(num_workers=start.config.data.num_workers)
-
-
-def check_table_names(start: Start) -> None:
-    """Names of implementations are in their tables."""
-    check_names(start.config)
-
-
 def check_folders(start: Start) -> None:
     """Every folder that the run writes can be written; none is created yet."""
     train, fallback = start.config.train, start.config.checkpoint.save_fallback_dir
@@ -91,11 +78,6 @@ def check_device(start: Start) -> None:
     """The device is there; GPUs that stay idle are a warning."""
     if start.device.type == "cpu" and (warning := device.describe_unused_gpus(start.config.train.device)):
         log.warning("%s", warning)
-
-
-def check_fp8(start: Start) -> None:
-    """The device has the fp8 products of the recipe."""
-    require_fp8(start.config.precision.fp8, device.compute_capability(start.device))
 
 
 def check_attention(start: Start) -> None:
@@ -125,16 +107,17 @@ def check_prometheus(start: Start) -> None:
         )
 
 
-def check_optimizer_offload(start: Start) -> None:
-    """Offloading of the optimizer has an effect on the device."""
-    if start.config.optim.optimizer_cpu_offload:
-        optimizer_offload.require_gpu(start.device.type)
-
-
-def check_activation_offload(start: Start) -> None:
-    """Offloading of activations has an effect on the device."""
-    if start.config.memory.cpu_offloading:
-        activation_offload.require_gpu(start.device.type)
+def check_offload(start: Start) -> None:
+    """Offloading has an effect on the device."""
+    optim, memory = start.config.optim, start.config.memory
+    settings = {"--optimizer-cpu-offload": optim.optimizer_cpu_offload, "--cpu-offloading": memory.cpu_offloading}
+    given = " and ".join(flag for flag, is_set in settings.items() if is_set)
+    if given and start.device.type == "cpu":
+        raise ConfigError(
+            f"offloading has no effect: {given}",
+            why="the device is a CPU: optimizer state and activations are in host memory already",
+            fix=f"leave out {given}",
+        )
 
 
 def check_memory(start: Start) -> None:
@@ -152,16 +135,10 @@ def require_fp8(fp8: Fp8Config | None, capability: tuple[int, int] | None) -> No
         capability: CUDA compute capability; None on a CPU, which emulates every recipe.
 
     Raises:
-        EnvironmentFault: the GPU or torch lacks them.
+        EnvironmentFault: the GPU lacks them.
     """
     if fp8 is None or capability is None:
         return
-    if not hasattr(F, "scaled_mm"):
-        raise EnvironmentFault(
-            f"torch {torch.__version__} has no torch.nn.functional.scaled_mm",
-            why="fp8 products on GPUs are torch's",
-            fix="install torch 2.10 or newer, or leave out --fp8-format",
-        )
     recipe, found = RECIPES[fp8.recipe], ".".join(map(str, capability))
     if recipe.capability <= capability <= (recipe.last_capability or capability):
         return
@@ -182,16 +159,18 @@ def require_fp8(fp8: Fp8Config | None, capability: tuple[int, int] | None) -> No
 
 # Groups of rows: a later group relies on what an earlier one has checked.
 CHECKS: tuple[tuple[Callable[[Start], None], ...], ...] = (
-    (check_open_files, check_table_names),
+    (
+        lambda start: require_open_files(num_workers=start.config.data.num_workers),
+        lambda start: check_names(start.config),
+    ),
     (check_folders,),
     (
         check_device,
-        check_fp8,
+        lambda start: require_fp8(start.config.precision.fp8, device.compute_capability(start.device)),
         check_attention,
         check_corpus,
         check_prometheus,
-        check_optimizer_offload,
-        check_activation_offload,
+        check_offload,
         check_memory,
     ),
 )

@@ -5,9 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from nanotrain.comm.device import HostTransfer
-from nanotrain.errors import ConfigError
 from nanotrain.memory import offload
-from nanotrain.memory.offload import offloaded, require_gpu
+from nanotrain.memory.offload import offloaded
 
 N = 40
 
@@ -77,9 +76,3 @@ def test_without_gradients_nothing_is_copied(calls):
     with torch.no_grad():
         offloaded(blocks)[0](torch.ones(N, N), torch.ones(N, N))
     assert not calls
-
-
-def test_a_cpu_is_refused():
-    require_gpu("cuda")
-    with pytest.raises(ConfigError, match="cpu_offloading has no effect"):
-        require_gpu("cpu")

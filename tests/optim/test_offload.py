@@ -5,7 +5,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -13,10 +12,8 @@ from nanotrain.comm.collectives import barrier
 from nanotrain.comm.device import HostTransfer
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import OptimConfig
-from nanotrain.errors import ConfigError
 from nanotrain.optim import offload
 from nanotrain.optim.distributed import DistributedOptimizer
-from nanotrain.optim.offload import require_gpu
 from nanotrain.precision.dtypes import Precision
 from tests.harness import ranks
 from tests.optim.test_distributed import CONFIG, Trainee, grads_of
@@ -113,9 +110,3 @@ def test_the_host_waits_for_the_device_before_updates_are_queued_on_it():
     step = SimpleNamespace(on_host=lambda: calls.append("wait") or "numbers on the host")
     DistributedOptimizer._run_rules(optimizer, step)  # type: ignore[arg-type]
     assert calls == ["copy", "wait", "device", "host"]
-
-
-def test_a_cpu_has_no_use_for_it():
-    require_gpu("cuda")
-    with pytest.raises(ConfigError, match="optimizer_cpu_offload has no effect"):
-        require_gpu("cpu")

@@ -1,7 +1,6 @@
 """What is found before a run: all mistakes in one message, on the device that it has."""
 
 import pytest
-import torch
 
 from nanotrain.comm.parallel_context import Launch
 from nanotrain.config.config import Fp8Config, Fp8Format
@@ -17,8 +16,9 @@ def start_of(*flags: str) -> Start:
 
 
 def test_all_mistakes_of_a_group_are_one_message(tmp_path) -> None:
-    flags = ["--optimizer-cpu-offload", "--run-dir", str(tmp_path / "run")]
-    with pytest.raises(ConfigError, match="(?s)2 mistakes:.*there is no corpus to train on.*optimizer_cpu_offload has"):
+    flags = ["--optimizer-cpu-offload", "--cpu-offloading", "--run-dir", str(tmp_path / "run")]
+    offload = "no effect: --optimizer-cpu-offload and --cpu-offloading"
+    with pytest.raises(ConfigError, match=f"(?s)2 mistakes:.*there is no corpus to train on.*{offload}"):
         check(start_of(*flags))
     assert not list(tmp_path.iterdir()), "nothing is written"
 
@@ -64,10 +64,3 @@ def test_a_gpu_without_the_products_is_an_error(recipe: str, capability: tuple[i
 def test_other_devices_pass(recipe: str, capability: tuple[int, int] | None) -> None:
     require_fp8(precision(recipe), capability)
     require_fp8(None, (7, 0))
-
-
-def test_a_torch_without_the_products_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.nn.functional, "scaled_mm")
-    with pytest.raises(EnvironmentFault, match="scaled_mm"):
-        require_fp8(precision("tensorwise"), (9, 0))
-    require_fp8(precision("tensorwise"), None)

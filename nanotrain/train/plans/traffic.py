@@ -22,11 +22,12 @@ from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.optim.matrix_update import WholeMatrices, grid_groups, plan_matrices
 from nanotrain.parallel.dp.fp8_weights import scales_shape
 from nanotrain.parallel.dp.layout import BufferLayout
-from nanotrain.parallel.dp.units import GatherChange, GatherOrder
+from nanotrain.parallel.dp.units import GatherOrder
 from nanotrain.parallel.pp.actions import Action, ActionKind
 from nanotrain.parallel.pp.transfers import TransferBatch
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES
+from nanotrain.topology.groups import GroupName
 from nanotrain.train.plans.plan import BufferPlan, Plan, StagePlan
 
 Key = tuple[str, str]  # group, operation
@@ -45,35 +46,14 @@ class AttentionShape:
     value_head_dim: int  # of values
     itemsize: int  # bytes per element of the activations
 
-    @property
-    def key_value_elements(self) -> int:
-        """Elements of the keys and values of this rank."""
-        return self.positions * self.num_groups * (self.head_dim + self.value_head_dim)
+    def key_value_bytes(self, *, itemsize: int = 0) -> int:
+        """Bytes of the keys and values of this rank; `itemsize` is at least this many bytes per element."""
+        width = self.head_dim + self.value_head_dim
+        return self.positions * self.num_groups * width * max(itemsize, self.itemsize)
 
     def output_bytes(self, size: int) -> int:
         """Bytes of the output that Ulysses sends."""
         return reduced_bytes(self.positions * self.num_heads * self.value_head_dim * self.itemsize, size)
-
-
-@dataclass(frozen=True)
-class ExpertShape:
-    """One mixture-of-experts layer on one rank."""
-
-    tokens: int  # routed by this rank: B * S / (cp * tp)
-    topk: int  # experts per token
-    num_experts: int  # over all ranks
-    hidden_size: int  # H
-    itemsize: int  # bytes per element of the activations
-
-    @property
-    def routed_bytes(self) -> int:
-        """Hidden states of all tokens, once per expert they are sent to."""
-        return self.tokens * self.topk * self.hidden_size * self.itemsize
-
-    @property
-    def count_bytes(self) -> int:
-        """One count per expert."""
-        return self.num_experts * COUNT_BYTES
 
 
 def sent_bytes(plan: Plan) -> dict[Key, int]:
@@ -121,18 +101,21 @@ def _amaxes(plan: Plan, buffer: BufferPlan) -> Iterator[tuple[Key, int]]:
     assert (fp8 := plan.config.precision.fp8) is not None, "callers have fp8 weights"
     block = RECIPES[fp8.recipe].weight_block
     num_bytes = sum(4 * math.prod(scales_shape(param.box.shape, block)) for param in buffer.layout.params)
-    yield (buffer.shard.name, "all_reduce"), 2 * reduced_bytes(num_bytes, buffer.shard.size)
-    if buffer.layout.num_outer_shards > 1:
-        yield (buffer.replicate.name, "all_reduce"), 2 * reduced_bytes(num_bytes, buffer.replicate.size)
+    for group in (buffer.shard, buffer.replicate) if buffer.layout.num_outer_shards > 1 else (buffer.shard,):
+        yield (group.name, "all_reduce"), 2 * reduced_bytes(num_bytes, group.size)
 
 
 def embedding(plan: Plan) -> Iterator[tuple[Key, int]]:
     """One all-reduce of this rank's gradient shard of the tied embedding."""
-    group = plan.groups.get("embed")
-    if group is not None:
-        elements = sum(_elements_summed_over("embed", buffer) for buffer in plan.buffers)
-        num_bytes = elements * Precision.of(plan.config.precision).main_grads.itemsize
-        yield ("embed", "all_reduce"), 2 * reduced_bytes(num_bytes, group.size)
+    if (group := plan.groups.get("embed")) is None:
+        return
+    itemsize = Precision.of(plan.config.precision).main_grads.itemsize
+    for buffer in plan.buffers:
+        outer_index = buffer.replicate.index % buffer.layout.num_outer_shards
+        for bucket in buffer.layout.buckets:
+            for part in bucket.update_ranges(buffer.shard.index, outer_index=outer_index):
+                if "embed" in part.param.spec.grad_sum_axes:
+                    yield ("embed", "all_reduce"), 2 * reduced_bytes(part.numel * itemsize, group.size)
 
 
 def pipeline(plan: Plan) -> Iterator[tuple[Key, int]]:
@@ -168,23 +151,20 @@ def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
 
 def experts(plan: Plan) -> Iterator[tuple[Key, int]]:
     """Every mixture-of-experts layer of this rank, forward and backward."""
-    moe, ep, etp, train = plan.shape.moe, plan.groups["ep"], plan.groups["etp"], plan.config.train
+    moe, train = plan.shape.moe, plan.config.train
     if moe is None:
         return
-    num_tokens = train.micro_batch_size * plan.config.data.seq_length
-    layer = ExpertShape(
-        tokens=num_tokens // (plan.groups["cp"].size * plan.groups["tp"].size),
-        topk=moe.router_topk,
-        num_experts=moe.num_experts,
-        hidden_size=plan.shape.hidden_size,
-        itemsize=Precision.of(plan.config.precision).params.itemsize,
+    num_tokens = (
+        train.micro_batch_size * plan.config.data.seq_length // (plan.groups["cp"].size * plan.groups["tp"].size)
     )
+    # hidden states of all tokens of this rank, once per expert they are sent to
+    routed = num_tokens * moe.router_topk * plan.shape.hidden_size * Precision.of(plan.config.precision).params.itemsize
     passes = ((_layers(plan), TOKEN_TRIPS), (recomputed_layers(plan, "moe"), TOKEN_TRIPS // 2))
     for layers, trips in passes:
         number = plan.num_microbatches * sum(map(plan.shape.has_experts, layers))
-        for group, count in ((ep, expert_parallel_bytes), (etp, expert_tensor_parallel_bytes)):
-            for operation, num_bytes in count(layer, group.size, trips=trips).items():
-                yield (group.name, operation), number * num_bytes
+        for (group, operation), count in EXPERT_BYTES.items():
+            size = plan.groups[group].size
+            yield (group, operation), number * count(trips * routed, moe.num_experts * COUNT_BYTES, size)
 
 
 def recomputed_layers(plan: Plan, module: str) -> list[int]:
@@ -225,74 +205,37 @@ def matrices(plan: Plan) -> Iterator[tuple[Key, int]]:
             yield (getattr(groups, axis).name, "all_to_all"), numel * rule.dtype(config).itemsize
 
 
-def all_gather_attention_bytes(shape: AttentionShape, size: int) -> dict[str, tuple[int, int]]:
-    """All-gather of keys and values, reduce-scatter of their gradients.
-
-    >>> all_gather_attention_bytes(AttentionShape(1024, 32, 8, 128, 128, itemsize=2), 4)
-    {'all_gather': (12582912, 0), 'reduce_scatter': (0, 12582912)}
-    """
-    num_bytes = (size - 1) * shape.key_value_elements * shape.itemsize
+def _all_gather_bytes(layer: AttentionShape, size: int) -> dict[str, tuple[int, int]]:
+    num_bytes = (size - 1) * layer.key_value_bytes()
     return {"all_gather": (num_bytes, 0), "reduce_scatter": (0, num_bytes)}
 
 
-def ring_attention_bytes(shape: AttentionShape, size: int) -> dict[str, tuple[int, int]]:
-    """cp - 1 ring steps of keys and values in forward and backward, and cp ring steps of their gradients in fp32.
-
-    >>> ring_attention_bytes(AttentionShape(1024, 32, 8, 128, 128, itemsize=2), 4)
-    {'p2p': (12582912, 46137344)}
-    """
-    key_values = (size - 1) * shape.key_value_elements * shape.itemsize
-    return {"p2p": (key_values, key_values + size * shape.key_value_elements * max(4, shape.itemsize))}
+def _ring_bytes(layer: AttentionShape, size: int) -> dict[str, tuple[int, int]]:
+    """size - 1 steps of keys and values in forward and backward, and size steps of their gradients in fp32."""
+    key_values = (size - 1) * layer.key_value_bytes()
+    return {"p2p": (key_values, key_values + size * layer.key_value_bytes(itemsize=4))}
 
 
-def ulysses_attention_bytes(shape: AttentionShape, size: int) -> dict[str, tuple[int, int]]:
-    """All-to-all of queries, keys, values and outputs, and of their gradients.
-
-    >>> ulysses_attention_bytes(AttentionShape(1024, 32, 8, 128, 128, itemsize=2), 4)
-    {'all_to_all': (15728640, 15728640)}
-    """
-    num_groups = math.lcm(shape.num_groups, size)  # heads are repeated until cp divides them
-    elements = shape.positions * (shape.num_heads + num_groups) * (shape.head_dim + shape.value_head_dim)
-    return {"all_to_all": (reduced_bytes(elements * shape.itemsize, size),) * 2}
+def _ulysses_bytes(layer: AttentionShape, size: int) -> dict[str, tuple[int, int]]:
+    """Queries, keys, values and outputs, and their gradients; key/value heads are repeated until cp divides them."""
+    num_heads = layer.num_heads + math.lcm(layer.num_groups, size)
+    elements = layer.positions * num_heads * (layer.head_dim + layer.value_head_dim)
+    return {"all_to_all": (reduced_bytes(elements * layer.itemsize, size),) * 2}
 
 
-def expert_parallel_bytes(shape: ExpertShape, size: int, *, trips: int = TOKEN_TRIPS) -> dict[str, int]:
-    """All-to-all of tokens to the ranks of their experts and back, and of the counts.
-
-    >>> expert_parallel_bytes(ExpertShape(1024, topk=2, num_experts=8, hidden_size=64, itemsize=2), 4)
-    {'all_to_all': 786480}
-    """
-    return {"all_to_all": reduced_bytes(trips * shape.routed_bytes + shape.count_bytes, size)}
-
-
-def expert_tensor_parallel_bytes(shape: ExpertShape, size: int, *, trips: int = TOKEN_TRIPS) -> dict[str, int]:
-    """All-to-all of tokens to every shard of an expert and back, all-gather of the counts.
-
-    >>> expert_tensor_parallel_bytes(ExpertShape(1024, topk=2, num_experts=8, hidden_size=64, itemsize=2), 2)
-    {'all_to_all': 1048576, 'all_gather': 64}
-    """
-    return {
-        "all_to_all": trips * shape.routed_bytes * (size - 1),
-        "all_gather": shape.count_bytes * (size - 1),
-    }
-
-
-# by operation, in a forward and in its backward
+# bytes of a layer in a group of that size, by operation: in a forward and in its backward
 ATTENTION_BYTES: dict[str, Callable[[AttentionShape, int], dict[str, tuple[int, int]]]] = {
-    "allgather": all_gather_attention_bytes,
-    "p2p": ring_attention_bytes,
-    "a2a": ulysses_attention_bytes,
+    "allgather": _all_gather_bytes,
+    "p2p": _ring_bytes,
+    "a2a": _ulysses_bytes,
 }
-
-
-def _elements_summed_over(axis: str, buffer: BufferPlan) -> int:
-    shard, outer_index = buffer.shard.index, buffer.replicate.index % buffer.layout.num_outer_shards
-    return sum(
-        part.numel
-        for bucket in buffer.layout.buckets
-        for part in bucket.update_ranges(shard, outer_index=outer_index)
-        if axis in part.param.spec.grad_sum_axes
-    )
+# bytes of a layer, from those of its tokens over all trips, those of the counts and the size of the group: tokens go to
+# the ranks of their experts and back, with the counts, and to every shard of an expert and back
+EXPERT_BYTES: dict[tuple[GroupName, str], Callable[[int, int, int], int]] = {
+    ("ep", "all_to_all"): lambda tokens, counts, size: reduced_bytes(tokens + counts, size),
+    ("etp", "all_to_all"): lambda tokens, counts, size: tokens * (size - 1),
+    ("etp", "all_gather"): lambda tokens, counts, size: counts * (size - 1),
+}
 
 
 def bucket_gathers(plan: Plan, stage: StagePlan, *, layout: BufferLayout) -> list[int]:
@@ -344,29 +287,20 @@ def step_gathers(
     """
     unit_of = {module: index for index, module in enumerate(m for m, unit in enumerate(units) if unit)}
     again = {group[-1]: [unit_of[module] for module in group if module in unit_of] for group in groups}
-    backward = [(unit_of.get(module), again.get(module, [])) for module in reversed(range(len(units)))]
     counts: Counter[int] = Counter()
     for kind in kinds:
-        for change in _changes(kind, order, backward=backward):
-            counts.update(change.started)
+        if kind is ActionKind.forward:
+            for index in range(len(order.units)):
+                counts.update(order.before_forward(index).started)
+                order.after_forward(index, has_backward=True)
+            continue
+        if kind is not ActionKind.backward_input:  # the first unit of an I action stays until W or another forward
+            order.free()
+        for module in reversed(range(len(units))) if kind.has_dgrad else ():
+            if module in unit_of:
+                counts.update(order.before_backward(unit_of[module]).started)
+            for index in again.get(module, ()):
+                counts.update(order.before_recomputation(index).started)
+        if kind is not ActionKind.backward_input:
+            order.free()
     return counts
-
-
-def _changes(
-    kind: ActionKind, order: GatherOrder, *, backward: Sequence[tuple[int | None, Sequence[int]]]
-) -> Iterator[GatherChange]:
-    """What one action gathers; `backward`: the unit of each module, last first, and those that run again after it."""
-    if kind is ActionKind.forward:
-        for index in range(len(order.units)):
-            yield order.before_forward(index)
-            yield order.after_forward(index, has_backward=True)
-        return
-    if kind is not ActionKind.backward_input:  # the first unit of an I action stays until W or another forward
-        yield order.free()
-    for own, again in backward if kind.has_dgrad else ():
-        if own is not None:
-            yield order.before_backward(own)
-        for index in again:
-            yield order.before_recomputation(index)
-    if kind is not ActionKind.backward_input:
-        yield order.free()

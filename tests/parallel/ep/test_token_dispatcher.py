@@ -17,7 +17,7 @@ from nanotrain.parallel.ep.token_dispatcher import (
     reorder,
     unpermute,
 )
-from nanotrain.train.plans.traffic import ExpertShape, expert_parallel_bytes, expert_tensor_parallel_bytes
+from nanotrain.train.plans.traffic import COUNT_BYTES, EXPERT_BYTES, TOKEN_TRIPS
 from tests.harness import run_ranks
 
 E, H, T, K = 8, 4, 12, 3
@@ -109,10 +109,9 @@ def send_evenly(ctx):
     dispatch = build_token_dispatcher(E, ep=ep, etp=etp)
     out = dispatch(x, Routing(experts, torch.ones(2 * E, K)), run_experts=lambda rows, offs: rows * 2)
     out.sum().backward()
-    layer = ExpertShape(2 * E, K, num_experts=E, hidden_size=H, itemsize=4)
-    predicted = [expert_parallel_bytes(layer, ep.size), expert_tensor_parallel_bytes(layer, etp.size)]
-    groups = zip(("ep", "etp"), predicted, strict=True)
-    return [{op: ctx.traffic.bytes(group, op) for op in ops} for group, ops in groups], predicted
+    tokens, counts = TOKEN_TRIPS * 2 * E * K * H * 4, E * COUNT_BYTES
+    predicted = {key: count(tokens, counts, ctx.group(key[0]).size) for key, count in EXPERT_BYTES.items()}
+    return {key: ctx.traffic.bytes(*key) for key in predicted}, predicted
 
 
 @pytest.mark.parametrize(("num_ranks", "sizes"), SHARDINGS)
