@@ -24,7 +24,6 @@ from nanotrain.comm.collectives import all_gather_object, all_reduce_scalars
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.stop_point import PassStopped
 from nanotrain.config.config import Config
-from nanotrain.data.batch import Batch
 from nanotrain.data.gpt import AllWindows, GPTDatasetConfig
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.loader import GlobalBatchLoader
@@ -145,33 +144,6 @@ def load_weights(model: OpenedCheckpoint, stages: Mapping[int, BuiltStage]) -> N
         model.read_params(biases)
 
 
-class ByteCount:
-    """Counts the bytes of predicted tokens over all ranks.
-
-    Args:
-        sizes: bytes per token of the vocabulary; None if they are unknown, which counts nothing.
-        context: device and groups.
-    """
-
-    def __init__(self, sizes: Sequence[int] | None, *, context: ParallelContext) -> None:
-        self._table = None if sizes is None else torch.tensor(list(sizes), device=context.device)
-        self._sum, self._context = torch.zeros((), dtype=torch.int64, device=context.device), context
-
-    def add(self, microbatches: Sequence[Batch]) -> None:
-        """Count microbatches of this rank, of which it has one shard of each sequence."""
-        if self._table is not None:
-            for batch in microbatches:
-                self._sum += (self._table[batch.labels] * (batch.loss_mask > 0)).sum()
-
-    def total(self) -> int | None:
-        """The sum over all ranks, each token counted once; every rank calls this."""
-        if self._table is None:
-            return None
-        world = self._context.group("world")
-        (total,) = all_reduce_scalars([float(self._sum.item())], world)
-        return round(total) * self._context.group("dp_cp").size // world.size
-
-
 @torch.no_grad()
 def evaluate_model(
     model: OpenedCheckpoint,
@@ -279,17 +251,28 @@ def _evaluate(
         context: device and groups.
         stop: signals of this rank; None if they are not handled.
     """
-    batch_iterator, counter, num_tokens = build_batch_iterator(batches, context), ByteCount(sizes, context=context), 0
+    batch_iterator, num_tokens = build_batch_iterator(batches, context), 0
     loss = torch.zeros((), dtype=torch.float64, device=context.device)  # fp32 rounds the sum of a long corpus
+    table = None if sizes is None else torch.tensor(list(sizes), device=context.device)
+    num_bytes = torch.zeros((), dtype=torch.int64, device=context.device)
     for _ in range(num_batches):
         context.heartbeat.begin("validation")
         batch = batch_iterator.next(wants_stop=bool(stop))
         if batch is None:
             return None
         num_tokens += batch.num_target_tokens
-        counter.add(batch.microbatches)
+        if table is not None:
+            num_bytes += sum((table[part.labels] * (part.loss_mask > 0)).sum() for part in batch.microbatches)
         try:
             loss += forward(microbatches=[BatchContext.of(part, cp=context.group("cp")) for part in batch.microbatches])
         except PassStopped:
             return None
-    return Evaluation(global_loss(loss, context) / max(num_tokens, 1), num_tokens, counter.total())
+    total_bytes = None if table is None else _sum_over_samples(num_bytes, context)
+    return Evaluation(global_loss(loss, context) / max(num_tokens, 1), num_tokens, total_bytes)
+
+
+def _sum_over_samples(local: Tensor, context: ParallelContext) -> int:
+    """The sum of counts of this rank's tokens over all ranks, each token counted once; every rank calls this."""
+    world = context.group("world")
+    (total,) = all_reduce_scalars([float(local.item())], world)
+    return round(total) * context.group("dp_cp").size // world.size

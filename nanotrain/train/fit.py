@@ -160,10 +160,10 @@ class _Loop:
     def _rolled_back(self, report: StepReport) -> bool:
         """Go back to a checkpoint if the loss of the step is a spike; returns whether it did."""
         run, factor = self.run, self.run.config.train.rollback_on_spike
-        if factor is None or not count_loss(run.state, report.loss, factor=factor):
+        if factor is None or not count_loss(run.state, report.output.loss, factor=factor):
             return False
         self._call_hooks(lambda hook: hook.before_rollback(run))
-        is_back = leave_spike(run, report.loss)
+        is_back = leave_spike(run, report.output.loss)
         if is_back:
             self._call_hooks(lambda hook: hook.after_rollback(run, report))
         return is_back

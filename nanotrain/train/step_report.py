@@ -28,18 +28,10 @@ FIELDS = (
     *("step", "loss", "grad_norm", "lr", "step_time_s", "tokens_per_second", "mfu", "peak_memory_bytes"),
     *("global_batch_size", "consumed_samples", "consumed_tokens", "skipped", "data_wait_s", "loss_scale"),
 )
+OF_OUTPUT = ("loss", "grad_norm", "skipped", "loss_scale")  # numbers on the device among them
 OPTIONAL = (
-    "valid_loss",
-    "valid_bits_per_byte",
-    "decoupled_lr",
-    "data_stage",
-    "seq_length",
-    "loss_deviation",
-    "spike_score",
-    "save_stall_s",
-    "failed_saves",
-    "slowest_rank",
-    "wait_for_slowest",
+    *("valid_loss", "valid_bits_per_byte", "decoupled_lr", "data_stage", "seq_length"),
+    *("loss_deviation", "spike_score", "save_stall_s", "failed_saves", "slowest_rank", "wait_for_slowest"),
 )
 
 
@@ -122,8 +114,8 @@ class SpikeScore:
 class StepReport:
     """One line of metrics.jsonl; the evaluation hook sets `valid_loss`.
 
-    `loss`, `grad_norm`, `skipped`, `loss_scale`, `metrics` and the times are read from the device when they are first
-    used, which waits for the end of the step unless `is_ready`.
+    The numbers of `output` and the times are read from the device when they are first used, which waits for the end of
+    the step unless `is_ready`.
     """
 
     step: int
@@ -155,29 +147,9 @@ class StepReport:
         """Whether all numbers are on the host."""
         return self.output.is_ready and self.stopwatch.is_ready
 
-    @property
-    def loss(self) -> float:
-        """Mean cross-entropy over the target tokens of the global batch."""
-        return self.output.loss
-
-    @property
-    def grad_norm(self) -> float:
-        """Global 2-norm before clipping."""
-        return self.output.grad_norm
-
-    @property
-    def skipped(self) -> bool:
-        """Whether no weight changed."""
-        return self.output.skipped
-
-    @property
-    def loss_scale(self) -> float:
-        """Factor of the loss in this step."""
-        return self.output.loss_scale
-
     @cached_property
     def _spike(self) -> tuple[float, float] | None:
-        return None if self.spikes is None else self.spikes.add(self.loss)
+        return None if self.spikes is None else self.spikes.add(self.output.loss)
 
     @property
     def loss_deviation(self) -> float | None:
@@ -188,11 +160,6 @@ class StepReport:
     def spike_score(self) -> float | None:
         """Share of the steps of this process whose loss was a spike; None for the first steps."""
         return None if self._spike is None else self._spike[1]
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """What the parts of the step report."""
-        return self.output.metrics
 
     @cached_property
     def step_time_s(self) -> float:
@@ -211,9 +178,9 @@ class StepReport:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON; numbers that are not finite become null, unset ones of `OPTIONAL` are left out."""
-        always = {name: getattr(self, name) for name in FIELDS}
+        always = {name: getattr(self.output if name in OF_OUTPUT else self, name) for name in FIELDS}
         optional = {name: value for name in OPTIONAL if (value := getattr(self, name)) is not None}
-        return {name: _finite(value) for name, value in (always | optional | self.metrics).items()}
+        return {name: _finite(value) for name, value in (always | optional | self.output.metrics).items()}
 
 
 class SlowestRank:

@@ -16,7 +16,8 @@ def start_of(*flags: str) -> Start:
 
 
 def test_all_mistakes_of_a_group_are_one_message(tmp_path) -> None:
-    flags = ["--optimizer-cpu-offload", "--cpu-offloading", "--run-dir", str(tmp_path / "run")]
+    given = "--optimizer-cpu-offload --num-layers 2 --cpu-offloading --cpu-offloading-num-layers 1"
+    flags = [*given.split(), "--run-dir", str(tmp_path / "run")]
     offload = "no effect: --optimizer-cpu-offload and --cpu-offloading"
     with pytest.raises(ConfigError, match=f"(?s)2 mistakes:.*there is no corpus to train on.*{offload}"):
         check(start_of(*flags))

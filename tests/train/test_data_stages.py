@@ -33,7 +33,7 @@ def run_stages(folder, *more, stages):
         recording.read = []
         run.batches.restart(consumed_samples=run.state.consumed_samples, skipped_samples=0)
         train(run, CheckpointHook(), LogHook(), spy)
-        return recording.read, [report.loss for report in spy.reports]
+        return recording.read, [report.output.loss for report in spy.reports]
 
 
 def test_stages_change_at_their_steps_and_a_stop_in_the_middle_changes_nothing(tmp_path, logged):

@@ -15,7 +15,7 @@ SHARDED_GROUPS = {"strategy": "optim_grads"}
 
 
 def results_of(spy: Spy) -> list[tuple[float, float]]:
-    return [(report.loss, report.grad_norm) for report in spy.reports]
+    return [(report.output.loss, report.output.grad_norm) for report in spy.reports]
 
 
 def train_part(ctx: ParallelContext | None, folder: str, *flags: str) -> list[tuple[float, float]]:

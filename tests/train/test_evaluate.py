@@ -176,7 +176,7 @@ def test_validation_changes_nothing_of_the_training(tmp_path):
         spy = Spy()
         with small_run(tmp_path / str(len(arguments)), "--train-iters", "5", *arguments) as run:
             train(run, *([EvaluateHook()] if arguments else []), spy)
-        losses.append([report.loss for report in spy.reports])
+        losses.append([report.output.loss for report in spy.reports])
     assert losses[0] == losses[1]
 
 

@@ -88,7 +88,7 @@ class CheckpointHook(Hook):
 
     def _last_loss(self) -> float | None:
         """The loss of the last step, for which the host waits here; None if it is not finite."""
-        loss = math.nan if self._report is None else self._report.loss
+        loss = math.nan if self._report is None else self._report.output.loss
         return loss if math.isfinite(loss) else None
 
     def _save_and_go_on(self, run: Run) -> None:

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from nanotrain.comm.collectives import all_gather_object, all_reduce
 from nanotrain.comm.group import Group
-from nanotrain.comm.heartbeat import Heartbeat
 from nanotrain.errors import CorruptState, TrainingFault
 from nanotrain.parallel.dp.data_parallel import DataParallel, gathered
 from nanotrain.quantities import count_of
@@ -68,7 +68,7 @@ class DebugNanHook(Hook):
                 module.register_forward_hook(partial(self._after_forward, run=run, name=name or "the stage"))
 
     def after_step(self, run: Run, report: StepReport) -> None:
-        if not report.skipped:
+        if not report.output.skipped:
             self._finding = None
             return
         findings = [each for each in all_gather_object(self._finding, run.context.control) if each is not None]
@@ -98,7 +98,7 @@ class DebugNanHook(Hook):
                 self._check(values, f"parameter {name}.{parameter_name}", run=run)
 
     def _after_forward(self, module: nn.Module, *inputs_and_output: Any, run: Run, name: str) -> None:
-        for tensor in _tensors(inputs_and_output[-1]):
+        for tensor in filter(torch.is_tensor, tree_leaves(inputs_and_output[-1])):
             self._check(tensor.detach(), f"the output of {name}", run=run)
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._check, what=f"the gradient of the output of {name}", run=run))
@@ -106,20 +106,8 @@ class DebugNanHook(Hook):
     def _check(self, tensor: Tensor, what: str, *, run: Run) -> None:
         context = run.context
         if self._finding is None and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            self._finding = Finding(what, context.rank, context.coords_text, _action(context.heartbeat))
-
-
-def _action(heartbeat: Heartbeat) -> str:
-    return heartbeat.read().action or "F0.0"
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors of an output."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, tuple | list):
-        for part in output:
-            yield from _tensors(part)
+            action = context.heartbeat.read().action or "F0.0"
+            self._finding = Finding(what, context.rank, context.coords_text, action)
 
 
 class ReplicasHook(Hook):

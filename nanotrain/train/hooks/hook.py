@@ -75,8 +75,8 @@ class SkippedSteps(Hook):
         self._num_skipped = 0  # in a row
 
     def after_read(self, run: Run, report: StepReport) -> None:
-        scaling, loss_scale = run.optimizer.loss_scale, report.loss_scale
-        self._num_skipped = self._num_skipped + 1 if report.skipped else 0
+        scaling, loss_scale = run.optimizer.loss_scale, report.output.loss_scale
+        self._num_skipped = self._num_skipped + 1 if report.output.skipped else 0
         at_minimum = scaling.is_dynamic and loss_scale <= scaling.minimum
         if self._num_skipped == 1 and at_minimum and run.context.control.is_first:
             what = "step %d overflows at the minimal loss scale %g: no scale makes it finite"

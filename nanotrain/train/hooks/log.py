@@ -118,24 +118,24 @@ def describe(
         on_cpu: the memory is that of the whole process, not of tensors only.
     """
     last, memory_label = reports[-1], "process" if on_cpu else "mem"
-    metrics = last.metrics
+    metrics = last.output.metrics
     seconds = sum(report.step_time_s for report in reports)
     tokens_per_second = sum(report.tokens_per_second * report.step_time_s for report in reports) / seconds
     wait = sum(report.data_wait_s for report in reports) / seconds
     remaining = timedelta(seconds=round((train_iters - last.step) * (seconds_per_step or seconds / len(reports))))
-    skipped = sum(report.skipped for report in reports)
+    skipped = sum(report.output.skipped for report in reports)
     stall = sum(report.save_stall_s or 0.0 for report in reports)
     per_device = f"{tokens_per_second / num_devices:,.0f} per device" if num_devices > 1 else ""
     # text, and its order of removal on narrow lines, the highest number first; 0: never removed
     parts = [
         (f"step {last.step}/{train_iters}", 0),
-        (f"loss {last.loss:.4f}", 0),
+        (f"loss {last.output.loss:.4f}", 0),
         (f"data {last.data_stage}" if last.data_stage is not None else "", 3),
         (f"sequences of {last.seq_length:,}" if last.seq_length is not None else "", 5),
         (_describe_validation(last.valid_loss), 0),
         (f"{last.valid_bits_per_byte:.3f} bits per byte" if last.valid_bits_per_byte is not None else "", 6),
         (f"SKIPPED {skipped} (gradients not finite)" if skipped else "", 0),
-        (f"grad {last.grad_norm:.3f}", 3),
+        (f"grad {last.output.grad_norm:.3f}", 3),
         (f"max logit {metrics['max_attention_logit']:.2f}" if "max_attention_logit" in metrics else "", 5),
         (f"params norm {metrics['params_norm']:.3f}" if "params_norm" in metrics else "", 5),
         (f"zeros {metrics['num_zeros_in_grad']:,}" if "num_zeros_in_grad" in metrics else "", 5),

@@ -250,7 +250,7 @@ class NotifyHook(Hook):
     def after_read(self, run: Run, report: StepReport) -> None:
         if self._sender is None:
             return
-        loss = report.loss
+        loss = report.output.loss
         self._facts |= {"step": report.step, "loss": loss if math.isfinite(loss) else None}
         is_spike = not math.isfinite(loss) or (report.loss_deviation or 0.0) >= SPIKE
         if is_spike and report.step >= self._next_spike:
@@ -259,8 +259,8 @@ class NotifyHook(Hook):
 
     def after_rollback(self, run: Run, report: StepReport) -> None:
         self._next_spike = 0  # the steps are counted from the checkpoint on
-        self._facts |= {"step": report.step, "loss": report.loss if math.isfinite(report.loss) else None}
-        self._send("spike", f"the loss is {report.loss:.4g}; back to step {run.state.step}")
+        self._facts |= {"step": report.step, "loss": report.output.loss if math.isfinite(report.output.loss) else None}
+        self._send("spike", f"the loss is {report.output.loss:.4g}; back to step {run.state.step}")
 
     def after_training(self, run: Run) -> None:
         stopped = run.state.step < run.config.train.train_iters

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, NamedTuple, get_args
 
 from nanotrain.config.config import Config
-from nanotrain.config.parallel import MemoryConfig, RecomputeGranularity, ShardingStrategy
+from nanotrain.config.parallel import ShardingStrategy
 from nanotrain.config.rules.check import check_layout
 from nanotrain.config.schedules import num_microbatches
 from nanotrain.config.schema import with_values
@@ -108,6 +108,9 @@ def plan_memory(
     plan = plan_run(few, world_size, rank=rank)
     kept, resident = Activations(plan, device), plan.resident_bytes
     peak = peak_of(plan, kept, schedule=schedule or train_schedule(config, world_size))
+    # the largest copy of an asynchronous save: main params and optimizer state, in host memory
+    staged = resident.params + resident.optimizer if device == "cpu" and config.checkpoint.async_save else 0
+    granularity = config.memory.recompute_granularity
     messages = 2 * MAX_SENDS * kept.outside * kept.width if pp_size > 1 else 0
     return MemoryPlan(
         pp_rank=pp_rank,
@@ -116,19 +119,11 @@ def plan_memory(
         optimizer=resident.optimizer,
         activations=peak.activations,
         in_flight=peak.in_flight,
-        recompute=_describe_recompute(config.memory),
-        working=PROCESS_BYTES[device]
-        + _staged(config, device, resident=resident)
-        + peak.working
-        + 3 * INT64 * kept.tokens * count,
+        recompute=" ".join([granularity, *config.memory.recomputed_modules]) if granularity else "",
+        working=PROCESS_BYTES[device] + staged + peak.working + 3 * INT64 * kept.tokens * count,
         communication=messages + resident.grad_buckets + resident.units + _open_in_graphs(plan, device),
         unplanned="the records of --profile" if config.train.profile else "",
     )
-
-
-def _staged(config: Config, device: str, *, resident: Any) -> int:
-    """The largest copy of an asynchronous save: main params and optimizer state, in host memory."""
-    return resident.params + resident.optimizer if device == "cpu" and config.checkpoint.async_save else 0
 
 
 def worst_memory(config: Config, world_size: int, *, device: str) -> MemoryPlan:
@@ -226,15 +221,7 @@ def peak_of(plan: Plan, kept: Activations, *, schedule: Schedule) -> Peak:
     return max(moments, key=lambda moment: moment.total)
 
 
-def _describe_recompute(memory: MemoryConfig) -> str:
-    if memory.recompute_granularity is None:
-        return ""
-    modules = memory.recomputed_modules
-    return " ".join([memory.recompute_granularity, *modules])
-
-
-@dataclass(frozen=True)
-class _Change:
+class _Change(NamedTuple):
     """A change of a run: as the user writes it, as values by key, and as a factor of the number of ranks."""
 
     text: str
@@ -249,11 +236,17 @@ def _changes(config: Config, world_size: int) -> tuple[list[_Change], ...]:
     flag, doubled = "--data-parallel-sharding-strategy", [2**power for power in range(1, 9)]
     smaller = [config.train.micro_batch_size // n for n in doubled if config.train.micro_batch_size % n == 0]
     tp_sizes = [n for n in doubled[:4] if n > parallel.tensor_model_parallel_size]
-    granularities: list[RecomputeGranularity | None] = [None, "selective", "full"]
+    granularities: list[str | None] = [None, "selective", "full"]
     more = granularities[granularities.index(config.memory.recompute_granularity) + 1 :]
     return (
         [_Change(f"{flag} {each}", {"parallel.data_parallel_sharding_strategy": each}) for each in stronger],
-        [_recompute_change(each) for each in more if each is not None],
+        [
+            _Change(
+                f"--recompute-granularity {each}",
+                {"memory.recompute_granularity": each, "memory.recompute_modules": []},
+            )
+            for each in more
+        ],
         [_Change(f"--micro-batch-size {n}", {"train.micro_batch_size": n}) for n in smaller],
         [
             _Change(
@@ -264,11 +257,6 @@ def _changes(config: Config, world_size: int) -> tuple[list[_Change], ...]:
         ],
         [_Change(f"{n * world_size} ranks", {}, n) for n in doubled],
     )
-
-
-def _recompute_change(granularity: RecomputeGranularity) -> _Change:
-    values: dict[str, Any] = {"memory.recompute_granularity": granularity, "memory.recompute_modules": []}
-    return _Change(f"--recompute-granularity {granularity}", values)
 
 
 def _find_fitting(config: Config, world_size: int, *, pp_rank: int, device: str, available: int) -> list[str]:

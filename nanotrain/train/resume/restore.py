@@ -151,9 +151,6 @@ def _log_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     changed = changed_settings(saved, current) + changed_decay(saved, current)
     if changed:
         log.info("settings changed since the checkpoint was written: %s", "; ".join(changed))
-    converted = converted_moments(saved, current)
-    if converted:
-        log.info("%s", converted)
 
 
 def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -189,27 +186,6 @@ def changed_decay(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[
     if optim.get("weight_decay_incr_style") not in (None, "constant"):
         consequences.append("over which the weight decay changes")
     return [f"train.train_iters {was} -> {is_now}, {' and '.join(consequences)}"] if consequences else []
-
-
-def converted_moments(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """Describe the conversion of optimizer state to the dtypes of this run; "" if there is none.
-
-    Args:
-        saved: configuration in the checkpoint.
-        current: configuration of this run.
-
-    >>> dtypes = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-    >>> converted_moments({"precision": dtypes}, {"precision": {"exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"}})
-    'moments converted from bf16 to fp32'
-    """
-    changes = {}
-    for name in ("exp_avg", "exp_avg_sq"):
-        before, now = (unnest(side.get("precision")).get(f"{name}_dtype", "fp32") for side in (saved, current))
-        if before != now:
-            changes[name] = f"converted from {before} to {now}"
-    if len(changes) == 2 and len(set(changes.values())) == 1:
-        return f"moments {changes['exp_avg']}"
-    return ", ".join(f"{name} {change}" for name, change in changes.items())
 
 
 def _fall_back(start: Path, checkpointer: Checkpointer, *, error: DamagedCheckpoint) -> Path:

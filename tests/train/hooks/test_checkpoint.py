@@ -68,7 +68,7 @@ def test_stopping_and_going_on_gives_the_same_bits(tmp_path):
             with small_run(tmp_path / name, "--train-iters", train_iters, "--lr-decay-iters", "6") as run:
                 spy = Spy()
                 train(run, CheckpointHook(), spy)
-                losses[name] += [(report.loss, report.grad_norm, report.lr) for report in spy.reports]
+                losses[name] += [(report.output.loss, report.output.grad_norm, report.lr) for report in spy.reports]
                 weights[name] = [p.detach().clone() for stage in run.stages.values() for p in stage.parameters()]
     assert losses["straight"] == losses["stopped"]
     assert all(torch.equal(a, b) for a, b in zip(weights["straight"], weights["stopped"], strict=True))
@@ -126,7 +126,7 @@ def test_a_failed_periodic_save_is_counted_and_tried_again_and_training_is_as_wi
                 fail_to_write(m, 2)
             spy = Spy()
             train(run, spy, CheckpointHook())
-            results[name] = [(report.loss, report.grad_norm) for report in spy.reports], weights_of(run)
+            results[name] = [(report.output.loss, report.output.grad_norm) for report in spy.reports], weights_of(run)
             failed = [report.failed_saves for report in spy.reports]
     assert saved(tmp_path / "full") == [4, 6] and saved(tmp_path / "sound") == [2, 4, 6]
     assert not list((tmp_path / "full" / "checkpoints").glob("*.tmp"))

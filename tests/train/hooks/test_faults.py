@@ -43,7 +43,7 @@ def test_the_module_and_microbatch_are_named(tmp_path, in_backward, what):
         train(run, Poison("layers.1.mlp", step=3, in_backward=in_backward), DebugNanHook(), spy)
     assert f"the first tensor of step 3 that is not finite is {what}" in str(error.value)
     assert "on rank 0, microbatch 1, action" in error.value.why
-    assert spy.reports[-1].step == 3 and spy.reports[-1].skipped
+    assert spy.reports[-1].step == 3 and spy.reports[-1].output.skipped
 
 
 def test_parameters_that_are_released_after_each_unit_are_checked_while_they_are_there(tmp_path):

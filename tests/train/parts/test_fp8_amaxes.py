@@ -32,7 +32,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> N
             with small_run(tmp_path / name, *STEPS, *DELAYED, "--train-iters", stop) as run:
                 spy = Spy()
                 train(run, spy, CheckpointHook())
-                losses[name] += [report.loss for report in spy.reports]
+                losses[name] += [report.output.loss for report in spy.reports]
                 found[name] = histories(run)
     assert losses["straight"] == losses["stopped"]
     assert len(found["straight"]) == 7  # query, key, value, output, gate, up, down
@@ -117,7 +117,7 @@ def test_recomputation_changes_no_bit_and_counts_amaxes_once(tmp_path: Path, gra
         with small_run(tmp_path / name, *STEPS, *DELAYED, *experts, *arguments, "--train-iters", "3") as run:
             spy = Spy()
             train(run, spy)
-            found.append(([(report.loss, report.grad_norm) for report in spy.reports], histories(run)))
+            found.append(([(report.output.loss, report.output.grad_norm) for report in spy.reports], histories(run)))
     (kept, kept_histories), (recomputed, recomputed_histories) = found
     assert kept == recomputed
     for name, history in kept_histories.items():

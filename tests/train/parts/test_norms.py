@@ -122,9 +122,9 @@ def test_the_norm_of_all_and_the_zeros_are_those_by_hand(tmp_path: Path) -> None
         grads = [grad for state in run.optimizer._states for grad in [state.grads]]
         gaps = sum(grad.numel() for grad in grads) - sum(param.numel() for param in params)
         zeros = sum(int((grad == 0).sum()) for grad in grads)
-    assert gaps > 0 and spy.reports[0].metrics["num_zeros_in_grad"] == zeros - gaps > 0
+    assert gaps > 0 and spy.reports[0].output.metrics["num_zeros_in_grad"] == zeros - gaps > 0
     norm = torch.cat([param.detach().double().flatten() for param in params]).norm().item()
-    assert spy.reports[0].metrics["params_norm"] == pytest.approx(norm, rel=1e-6)
+    assert spy.reports[0].output.metrics["params_norm"] == pytest.approx(norm, rel=1e-6)
 
 
 def test_layouts_agree_on_the_norm_of_all_the_zeros_and_the_largest_logit(tmp_path: Path) -> None:

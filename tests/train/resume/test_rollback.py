@@ -41,7 +41,7 @@ def losses_and_reads(folder, *flags, bad=BAD, hooks=()):
         run.batches.restart(consumed_samples=run.state.consumed_samples, skipped_samples=run.state.skipped_samples)
         train(run, spy, CheckpointHook(), *hooks)
         main = {box.name: tensor.clone() for box, tensor in run.optimizer.state_tensors().items()}
-        return [(report.step, report.loss, report.lr) for report in spy.reports], data.read, (run.state, main)
+        return [(report.step, report.output.loss, report.lr) for report in spy.reports], data.read, (run.state, main)
 
 
 def test_a_spike_is_relative_to_the_median_of_the_newest_losses():
