@@ -14,7 +14,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 from torch.profiler import record_function
 
@@ -60,10 +61,10 @@ class _Loop:
         self.unread = UnreadReports()
         self._failure: NanotrainError | None = None  # of this rank since the last step
         self._had_save_request = False  # before the last step: a signal to all ranks may reach some a step later
-        self._throughput, self._seq_length = Throughput.of(run.plan, run.context), run.config.data.seq_length
+        self._throughput_of = cache(partial(Throughput.of, run.plan, run.context))
         self._slowest, self._spikes = SlowestRank(run.context), SpikeScore()
         self._watch = Stopwatch(run.context.device)  # of this step
-        self._described = _describe(self._seq_length, None)  # what the last step read
+        self._read_last: dict[str, Any] = {"sequences of %s tokens": run.config.data.seq_length, "data stage %s": None}
         self._started, self._first_step = time.monotonic(), run.state.step
 
     def train(self) -> None:
@@ -128,18 +129,16 @@ class _Loop:
         settings = output.settings
         first = state.consumed_samples - settings.num_samples
         length, stage = settings.seq_length, run.data_stage_at(first)
-        described, before = _describe(length, stage), self._described
-        for text in (text for text in described if text not in before):
-            log.info("%s from step %d on, sample %d", text, state.step, first)
-        if length != self._seq_length:
-            self._throughput = self._throughput.of_length(run.plan, length)
-        self._described, self._seq_length = described, length
+        for text, value in {"sequences of %s tokens": length, "data stage %s": stage}.items():
+            if value != self._read_last[text]:
+                log.info(f"{text} from step %d on, sample %d", value, state.step, first)
+            self._read_last[text] = value
         report = StepReport(
             step=state.step,
             output=output,
             stopwatch=self._watch,
             data_wait_s=batch.wait_s,
-            throughput=self._throughput,
+            throughput=self._throughput_of(seq_length=length),
             lr=settings.rates["lr"],
             peak_memory_bytes=peak_memory(run.context.device),
             global_batch_size=settings.num_samples,
@@ -236,11 +235,6 @@ def _read(hook: Hook, run: Run, *, reports: Sequence[StepReport]) -> None:
 def _finish_step(hook: Hook, run: Run, *, report: StepReport, ready: Sequence[StepReport]) -> None:
     hook.after_step(run, report)
     _read(hook, run, reports=ready)
-
-
-def _describe(seq_length: int, stage: str | None) -> tuple[str, str]:
-    """What a step reads; changes are logged."""
-    return f"sequences of {seq_length} tokens", f"data stage {stage}"
 
 
 @contextmanager

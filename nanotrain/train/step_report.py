@@ -12,7 +12,7 @@ for them earlier would leave the device without work.
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -47,21 +47,17 @@ class Throughput:
     peak_flops: float | None  # per second, of all devices together; None if unknown
 
     @classmethod
-    def of(cls, plan: Plan, context: ParallelContext) -> "Throughput":
-        """The rates of a planned run on this device."""
+    def of(cls, plan: Plan, context: ParallelContext, *, seq_length: int) -> "Throughput":
+        """The rates of a planned run on this device; samples may be split into sequences of `seq_length`."""
         precision = plan.config.precision
         # With fp8 a lower bound: attention, embedding, head and router are not in fp8 and counted against its peak.
         dtype = precision.params_dtype if precision.fp8 is None else "fp8"
         peak = peak_flops(device_name(context.device), dtype)
         return cls(
             tokens_per_sample=plan.config.data.seq_length,
-            flops_per_token=plan.flops_per_token,
+            flops_per_token=flops_per_token(plan.shape, seq_length),
             peak_flops=peak * plan.topology.world_size if peak else None,
         )
-
-    def of_length(self, plan: Plan, seq_length: int) -> "Throughput":
-        """The rates for samples that are split into shorter sequences, whose attention needs fewer FLOPs."""
-        return replace(self, flops_per_token=flops_per_token(plan.shape, seq_length))
 
     def tokens_per_second(self, num_samples: int, step_time_s: float) -> float:
         """Tokens of all ranks per second, in a step of `num_samples`."""

@@ -46,7 +46,7 @@ def test_numbers_that_are_not_finite_are_null():
 
 def test_rates_count_all_tokens_of_the_global_batch_and_all_devices(tmp_path):
     with small_run(tmp_path, "--global-batch-size", "6") as run:
-        throughput = Throughput.of(run.plan, run.context)
+        throughput = Throughput.of(run.plan, run.context, seq_length=16)
     assert throughput.tokens_per_second(6, 0.5) == 6 * 16 / 0.5
     assert throughput.flops_per_token == flops_per_token(ModelShape.of(run.config.model), 16)
     assert throughput.mfu(1e9) is None  # nobody knows this CPU's peak
