@@ -235,8 +235,8 @@ def choose_backend(flag: str, need: AttentionNeed, *, device: AttentionDevice) -
 
     Args:
         flag: "auto" for all backends, or one value of --attention-backend.
-        need: of a layer.
-        device: where it is computed.
+        need: attention of a layer.
+        device: device that computes it.
 
     Raises:
         ConfigError: none of the flag's backends can.

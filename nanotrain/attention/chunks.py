@@ -97,7 +97,7 @@ def merge_log_sum_exp(total: AttentionResult, part: AttentionResult) -> None:
     """Merge the attention of the same queries to further keys into `total`, in place.
 
     Args:
-        total: in the accumulation dtype; every query must have attended to a key.
+        total: result in the accumulation dtype; every query must have attended to a key.
         part: fully masked rows contribute nothing.
     """
     lse = torch.logaddexp(total.lse, part.lse)
@@ -119,7 +119,7 @@ def chunk_backward(chunk: AttentionChunk, merged: AttentionResult, *, grad: Tens
     """The contribution of a chunk to the gradients.
 
     Args:
-        chunk: as in the forward.
+        chunk: chunk of the forward.
         merged: the result of the chunk's queries over all chunks of keys.
         grad: [B, N, Q, Dv], the gradient of `merged.out`.
     """

@@ -123,7 +123,7 @@ class TilePlan:
 
         Args:
             tile: one of the tiles.
-            inputs: of the call.
+            inputs: query, key and value of the call.
             scores: options beside mask and scale.
         """
         query, key, value = inputs
@@ -162,7 +162,7 @@ def plan_tiles(spans: Spans, *, queries: LocalChunk, keys: LocalChunk, is_first:
     """The tiles of queries and keys.
 
     Args:
-        spans: of full sequences.
+        spans: spans of full sequences.
         queries: their positions.
         keys: positions that all lie before the queries, or that include the queries.
         is_first: whether the queries have no tiles with other keys.
@@ -207,8 +207,8 @@ def plan_chunks(
     """The plan of pairs of chunks: queries, keys, and whether the queries have no tiles before.
 
     Args:
-        spans: of full sequences.
-        pairs: in the order of computation.
+        spans: spans of full sequences.
+        pairs: pairs of chunks in the order of computation.
         queries: [Q] int64, the positions of the queries, on the device.
         keys: [K] int64, those of the keys.
     """
@@ -223,7 +223,7 @@ def forward_tiles(
     """Attention of the queries to all keys of the tiles, without a sink.
 
     Args:
-        plan: of the call.
+        plan: tiles of the call.
         inputs: query [B, N, Q, D], key [B, G, K, D], value [B, G, K, Dv].
         scores: options beside mask and scale.
         total: the result of earlier calls, into which this one is merged in place; in the accumulation dtype.
@@ -259,7 +259,7 @@ def tile_gradients(
     """The gradients that each tile contributes.
 
     Args:
-        plan, inputs, scores: as in the forward.
+        plan, inputs, scores: arguments of the forward.
         merged: the result of the queries over all keys, with the sink.
         grad: [B, N, Q, Dv], the gradient of `merged.out`.
     """

@@ -74,7 +74,7 @@ def accumulate_wgrads(wgrads: list[Wgrad], *, ready: Sequence[tuple[nn.Parameter
     Hooks run once per parameter, with the complete gradient, even if several layers share a weight.
 
     Args:
-        wgrads: in the order of computation; emptied, so that memory is freed after each.
+        wgrads: weight gradients in the order of computation; emptied, so that memory is freed after each.
         ready: parameters with gradients that are already computed.
     """
     uses_left = Counter(id(param) for wgrad in wgrads for param in wgrad.params)
@@ -86,10 +86,14 @@ def accumulate_wgrads(wgrads: list[Wgrad], *, ready: Sequence[tuple[nn.Parameter
         total = sums.pop(id(param), None)
         if grad is not None:
             total = grad if total is None else total + grad
-        if uses_left[id(param)] and total is not None:
+        if total is None:
+            view = grad_view_of(param)
+            if view is not None and not uses_left[id(param)]:  # products wrote all of it
+                view.mark_ready()
+        elif uses_left[id(param)]:
             sums[id(param)] = total
-        elif not uses_left[id(param)]:
-            _accumulate(param, total)
+        else:  # as autograd does, with grad_dtype and post-accumulate hooks
+            torch.autograd.backward(param, total)
 
     for param, grad in ready:
         accumulate(param, grad)
@@ -102,12 +106,3 @@ def accumulate_wgrads(wgrads: list[Wgrad], *, ready: Sequence[tuple[nn.Parameter
             wgrads[-1].start()
         for param, computed in zip(wgrad.params, wgrad.compute(), strict=True):
             accumulate(param, computed)
-
-
-def _accumulate(param: nn.Parameter, grad: Tensor | None) -> None:
-    """Accumulate as autograd does, with grad_dtype and post-accumulate hooks; None if products wrote all of it."""
-    view = grad_view_of(param)
-    if grad is not None:
-        torch.autograd.backward(param, grad)
-    elif view is not None:
-        view.mark_ready()

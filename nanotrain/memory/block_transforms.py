@@ -146,7 +146,7 @@ def transform_blocks(
     Args:
         blocks: transformer blocks of one stage, their parameters in final storage.
         config: enables transforms.
-        recompute: of the stage.
+        recompute: recomputation of the stage.
         transforms: applied first to last.
 
     Returns:

@@ -136,21 +136,13 @@ class BatchContext:
     mtp_scales: tuple[float, ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        batch: Batch,
-        *,
-        cp: Group,
-        aux_loss_scale: float | Tensor = 0.0,
-        dropout_seed: int | None = None,
-        mtp_scales: tuple[float, ...] = (),
-    ) -> Self:
-        """The context of a batch whose sequences are sharded over a cp group."""
+    def of(cls, batch: Batch, *, cp: Group, **fields: Any) -> Self:
+        """The context of a batch whose sequences are sharded over a cp group, with the other fields."""
         positions = None
         if cp.size > 1:
             length, device = batch.tokens.shape[1] * cp.size, batch.tokens.device
             positions = local_positions(length, index=cp.index, size=cp.size, device=device)
-        return cls(batch, positions, aux_loss_scale, dropout_seed, mtp_scales)
+        return cls(batch, positions, **fields)
 
     def dropout(self) -> DropoutContext | None:
         """The random words of dropout; None if nothing is dropped."""

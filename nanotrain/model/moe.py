@@ -11,13 +11,13 @@ have one token, each routes all of them.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanotrain.comm.autograd import concat_along, eager, split_along
 from nanotrain.comm.group import Group
 from nanotrain.config.model import ModelConfig
 from nanotrain.kernels.fp8.layer import ExpertRange, expert_fp8_options
+from nanotrain.kernels.linear import Linear
 from nanotrain.model.activations import ACTIVATIONS, Glu
 from nanotrain.model.context import HiddenDropout, LayerContext, ModelParallel
 from nanotrain.model.parameters import Parameters
@@ -32,11 +32,11 @@ class MoELayer(nn.Module):
     """Routed experts and a shared expert; the same interface as `MLP`.
 
     Args:
-        model_config: of the model.
+        model_config: configuration of the model.
         params: router, experts.up, experts.down; experts.gate, shared_gate and biases where declared.
         parallel: ep shards the experts, etp their matrices; tp and cp the sequence.
         shared: the shared expert; None without one.
-        dropout: of the output.
+        dropout: dropout of the output.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class MoELayer(nn.Module):
         )
         self.shared, self.dropout = shared, dropout
         shared_gate = params.get("shared_gate.weight")
-        self.shared_gate = None if shared_gate is None else SharedExpertGate(shared_gate)
+        self.shared_gate = None if shared_gate is None else Linear(shared_gate, None)
 
     @eager  # tokens per expert vary between batches, and there are collectives in between
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
@@ -89,7 +89,9 @@ class MoELayer(nn.Module):
         out = concat_along(mixed, self._split, dim=_SEQUENCE)
         if self.shared is not None:
             shared = self.shared(hidden, context)
-            out = out + (shared if self.shared_gate is None else self.shared_gate(hidden) * shared)
+            if self.shared_gate is not None:  # a factor of each token (Qwen2-MoE), the same on every tp rank
+                shared = self.shared_gate.fprop(hidden).sigmoid() * shared
+            out = out + shared
         return self.dropout(out, context.dropout)
 
     def _positions(self, local: Tensor, context: LayerContext) -> Tensor:
@@ -98,19 +100,3 @@ class MoELayer(nn.Module):
         if context.sequence_positions is None:
             return torch.arange(first, first + length, device=local.device)
         return context.sequence_positions[first : first + length]
-
-
-class SharedExpertGate(nn.Module):
-    """The factor of the shared expert's output for each token (Qwen2-MoE).
-
-    Args:
-        weight: [1, H], the same on every tp rank.
-    """
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[B, S, H] -> [B, S, 1], each between 0 and 1."""
-        return F.linear(hidden, self.weight).sigmoid()

@@ -31,10 +31,10 @@ class MTPLayer(nn.Module):
     """One layer of multi-token prediction.
 
     Args:
-        model_config: of the model.
+        model_config: configuration of the model.
         params: enorm, hnorm, eh_proj, final_norm.
         block: a transformer block with the parameters `block`.
-        tensor_parallel: of the stage; the projection lies outside the tensor-parallel region.
+        tensor_parallel: group of the stage; the projection lies outside the tensor-parallel region.
         layer: index after the layers of the model.
     """
 
@@ -75,7 +75,7 @@ class MTPLayer(nn.Module):
         Args:
             hidden: [B, S or S/tp, H], normalized, from the model or from the previous layer of multi-token prediction.
             batch: the sequences, shifted by k tokens for layer k.
-            context: of the layers of the model.
+            context: context of the layers of the model.
             embed: [B, S] tokens -> [B, S or S/tp, H].
             sum_losses: hidden states -> the summed cross-entropy.
 

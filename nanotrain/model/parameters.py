@@ -9,7 +9,8 @@ box, and gets the same bits in every topology.
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,28 +23,14 @@ from nanotrain.spec.params import LocalParam, Normal, ParamSpec
 BLOCK_ELEMENTS = 2**20
 
 
-class Parameters:
-    """Named parameters from which a module takes its own.
-
-    Args:
-        parameters: by name relative to the module ("attention.query.weight").
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = parameters
+class Parameters(dict[str, nn.Parameter]):
+    """Parameters from which a module takes its own, by name relative to the module ("attention.query.weight")."""
 
     @classmethod
     def on_meta(cls, params: Sequence[LocalParam]) -> "Parameters":
         """The local shard of each parameter, without storage."""
-        return cls({local.spec.name: _meta_parameter(local) for local in params})
-
-    def __getitem__(self, name: str) -> nn.Parameter:
-        """A parameter; KeyError where it is not declared."""
-        return self._parameters[name]
-
-    def get(self, name: str) -> nn.Parameter | None:
-        """A parameter, or None where it is not declared."""
-        return self._parameters.get(name)
+        empty = partial(torch.empty, device="meta")
+        return cls({p.spec.name: nn.Parameter(empty(p.box.shape, dtype=TORCH_DTYPES[p.spec.dtype])) for p in params})
 
     def linear(self, name: str) -> tuple[nn.Parameter, nn.Parameter | None]:
         """Weight and bias of a linear layer; no bias where none is declared."""
@@ -52,14 +39,7 @@ class Parameters:
     def submodule(self, name: str) -> "Parameters":
         """The parameters of a submodule, named relative to it; empty where none is declared."""
         prefix = f"{name}."
-        return Parameters({key[len(prefix) :]: p for key, p in self._parameters.items() if key.startswith(prefix)})
-
-    def __len__(self) -> int:
-        return len(self._parameters)
-
-
-def _meta_parameter(local: LocalParam) -> nn.Parameter:
-    return nn.Parameter(torch.empty(local.box.shape, dtype=TORCH_DTYPES[local.spec.dtype], device="meta"))
+        return Parameters({key[len(prefix) :]: p for key, p in self.items() if key.startswith(prefix)})
 
 
 def initialize(stage: nn.Module, params: Iterable[LocalParam], *, seed: int) -> None:
@@ -68,7 +48,7 @@ def initialize(stage: nn.Module, params: Iterable[LocalParam], *, seed: int) -> 
     Args:
         stage: its parameters have storage (they may be views of a flat buffer).
         params: the parameters to initialize, any subset of the stage's.
-        seed: of the run.
+        seed: seed of the run.
     """
     parameters = dict(stage.named_parameters())
     for local in params:
@@ -86,7 +66,7 @@ def fill_normal(target: Tensor, spec: ParamSpec, *, box: Box, seed: int, std: fl
         target: tensor of the box's shape, any dtype or device; filled in place.
         spec: the global parameter.
         box: the box of `target` in it.
-        seed: of the run.
+        seed: seed of the run.
         std: standard deviation.
     """
     num_rows, row_shape = spec.shape[0], spec.shape[1:]

@@ -77,7 +77,7 @@ class RotaryTables:
 
     Args:
         model_config: base and scaling.
-        is_local: of layers with a window, which may have a base of their own, without scaling.
+        is_local: whether they are for layers with a window, which may have a base of their own, without scaling.
     """
 
     def __init__(self, model_config: ModelConfig, *, is_local: bool = False) -> None:
@@ -102,16 +102,12 @@ class RotaryTables:
             self._cache[key] = cached
         return Rotary(cached.cos[:positions], cached.sin[:positions])
 
-    def _frequencies_on(self, device: torch.device) -> Tensor:
-        # Copied once: the host would wait for a copy of every microbatch, as its memory is not pinned.
-        if self._inverse_frequencies.device != device:
-            self._inverse_frequencies = self._inverse_frequencies.to(device)
-        return self._inverse_frequencies
-
     def _compute(self, positions: Tensor, like: Tensor) -> Rotary:
+        # Kept on the device: the host would wait for a copy of every microbatch, as its memory is not pinned.
+        self._inverse_frequencies = self._inverse_frequencies.to(like.device)
         # Angles need fp32: bf16 rounds position 257 to 256.
         with torch.no_grad():
-            angles = positions.float()[..., None, None] * self._frequencies_on(like.device)
+            angles = positions.float()[..., None, None] * self._inverse_frequencies
             return Rotary(*((x * self._length).to(like.dtype) for x in (angles.cos(), angles.sin())))
 
 
@@ -120,7 +116,7 @@ def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
 
     Args:
         x: [B, S, N, D] queries or keys.
-        rotary: of the S positions, in the dtype of x.
+        rotary: cosines and sines of the S positions, in the dtype of x.
 
     Returns:
         [B, S, N, D], same dtype.

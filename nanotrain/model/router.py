@@ -55,7 +55,7 @@ class Router(StatefulModule):
         bias: [E], of the logits; None without one.
         sequence: the ranks that hold the tokens of one sequence.
         dp: the ranks that read different samples; read by global_aux_loss.
-        recompute: of the stage; a recomputed forward counts nothing.
+        recompute: recomputation of the stage; a recomputed forward counts nothing.
 
     Attributes:
         expert_bias: [E] fp32 buffer, added to the scores for the selection only; None where it is not enabled. Updated
@@ -89,7 +89,7 @@ class Router(StatefulModule):
 
         Args:
             hidden: [B, S, H].
-            context: of the batch.
+            context: context of the microbatch.
             positions: [S] int64, of these tokens in their sequence.
 
         Returns:

@@ -35,9 +35,9 @@ class RouterStats(StatefulModule):
         tokens_per_expert: [E], dropped pairs among them.
         num_tokens: routed tokens.
         num_dropped: (token, expert) pairs beyond the capacity.
-        entropy: of the router probabilities of each token, in nats.
+        entropy: entropy of the router probabilities of each token, in nats.
         aux_loss: the first load-balancing loss, times the tokens that it is over.
-        z_loss: of each token.
+        z_loss: z-loss of each token.
         microbatch_tokens: [E], tokens per expert of all ranks, for global_aux_loss.
     """
 
@@ -62,7 +62,7 @@ class RouterStats(StatefulModule):
 
         Args:
             topk_ids: [B, S, K] int64.
-            kept_ids: the same, with E for dropped pairs.
+            kept_ids: [B, S, K] int64, with E for dropped pairs.
             probabilities: [B, S, E], summing to one per token.
         """
         self.tokens_per_expert += count_ids(topk_ids.flatten(), len(self.tokens_per_expert))

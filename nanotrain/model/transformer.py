@@ -58,7 +58,7 @@ class MLP(nn.Module):
         model_config: the activation between the projections.
         params: up, down; gate where declared.
         tensor_parallel: shards the inner width F.
-        dropout: of the output; None in an expert, whose layer drops the sum of all.
+        dropout: dropout of the output; None in an expert, whose layer drops the sum of all.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); `norm_placement` also normalizes the outputs, or only these.
 
     Args:
-        model_config: of the model.
+        model_config: configuration of the model.
         params: attention, mlp or experts, and those norms before and after them that are declared.
         parallel: groups of the layers.
         layer: index in the model.
@@ -195,7 +195,7 @@ class Stage(nn.Module):
     reference.
 
     Args:
-        model_config: of the model.
+        model_config: configuration of the model.
         spec: the layers of the stage.
         params: what this rank holds of the stage's parameters, in declared order.
         parallel: groups of the layers.
@@ -326,9 +326,9 @@ def build_stage(model_config: ModelConfig, spec: StageSpec | None = None, *, dty
     """A stage without tensor and expert parallelism, on the meta device.
 
     Args:
-        model_config: of the model, its vocabulary size set.
+        model_config: configuration of the model, its vocabulary size set.
         spec: the layers; None for the full model.
-        dtype: of the parameters and activations, "fp32", "bf16" or "fp16".
+        dtype: dtype of the parameters and activations, "fp32", "bf16" or "fp16".
     """
     spec = spec or StageSpec.single(model_config.num_layers)
     specs = declare_stage(Declaration(ModelShape.of(model_config), dtype), spec)

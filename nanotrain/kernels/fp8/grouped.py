@@ -30,8 +30,8 @@ class Fp8LoopedMM(GroupedMM):
     """The products of stacked experts for one microbatch, expert by expert; `offs` is the same in all of them.
 
     Args:
-        layer: of the stacked weights.
-        records: whether amaxes count for the history; of a microbatch.
+        layer: fp8 options of the stacked weights.
+        records: whether the amaxes of the microbatch count for the history.
     """
 
     def __init__(self, layer: Fp8Layer, *, records: bool = False) -> None:

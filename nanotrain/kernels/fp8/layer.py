@@ -101,11 +101,6 @@ class Fp8Layer(nn.Module):
         self.register_buffer("history", torch.zeros(*shape, options.history_length) if keeps else None)
         self.register_buffer("step_amax", torch.zeros(shape) if keeps else None, persistent=False)
 
-    @property
-    def shares_amax(self) -> bool:
-        """Whether the amaxes of this step have to be reduced before they are used."""
-        return self.options.reduce_amax is not None and not self.has_history
-
     @torch.no_grad()
     def record(self, operand: Operand, amax: Tensor) -> None:
         """Raise the amaxes of this step to those [E of this rank] of a microbatch."""

@@ -25,7 +25,7 @@ class Scales:
     """The scales per tensor of one microbatch in some layers that are multiplied together.
 
     Args:
-        layers: with the same options.
+        layers: layers with the same options.
         records: whether amaxes count for the history.
     """
 
@@ -44,7 +44,7 @@ class Scales:
             for (layer, operand), amax in amaxes.items():
                 self._layers[layer].record(operand, amax)
         values = list(amaxes.values())
-        if self._options.reduce_amax is not None and self._layers[0].shares_amax:
+        if self._options.reduce_amax is not None and not self._layers[0].has_history:  # else only the history is used
             values = list(self._options.reduce_amax(torch.stack(values)))
         for (layer, operand), amax in zip(amaxes, values, strict=True):
             self._inverse[layer, operand] = self._layers[layer].inverse_scales(operand, amax)
@@ -68,7 +68,7 @@ class Fp8Linears(Linears):
     """The products of layers that share an input, for one microbatch.
 
     Args:
-        linears: with `fp8` set.
+        linears: linear layers with `fp8` set.
         records: whether amaxes count for the history.
     """
 

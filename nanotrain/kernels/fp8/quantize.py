@@ -74,7 +74,7 @@ def quantize(x: Tensor, inverse: Tensor, *, block: Block, dtype: torch.dtype) ->
         x: fp32, bf16 or fp16, of any strides.
         inverse: [R / r, K / k] fp32, inverse scales.
         block: (r, k).
-        dtype: of the result.
+        dtype: dtype of the result.
     """
     largest = torch.finfo(dtype).max
     scaled = x.float() / _expand(inverse, x.shape, block=block)

@@ -34,7 +34,7 @@ def build_core_attention(comm_type: str, group: Group, *, kernels: LayerKernels 
     Args:
         comm_type: key of CORE_ATTENTIONS; a group of one rank needs none of them.
         group: the cp group.
-        kernels: of the layers; None for SDPA and tiles.
+        kernels: kernels of the layers; None for SDPA and tiles.
 
     Raises:
         ConfigError: `comm_type` is not a key of CORE_ATTENTIONS.

@@ -42,8 +42,8 @@ class Experts(nn.Module):
 
     Args:
         linears: weights and biases of EXPERT_LINEARS; the gate where there is one.
-        activation: of one or two inner tensors.
-        options: of this rank.
+        activation: function of one or two inner tensors.
+        options: options of the experts of this rank.
     """
 
     def __init__(

@@ -65,10 +65,10 @@ def test_scales_follow_from_the_history(uses_largest: bool, margin: int, expecte
 
 def test_an_empty_history_scales_by_the_current_amax() -> None:
     layer = Fp8Layer(replace(OPTIONS, reduce_amax=lambda amax: amax))
-    assert layer.shares_amax
+    assert not layer.has_history
     assert layer.inverse_scales(Operand.GRAD, of(3.0)).item() == pytest.approx(3.0 / 57344)
     layer.update(torch.ones(3, 1))
-    assert not layer.shares_amax
+    assert layer.has_history
 
 
 def test_an_overflow_makes_scales_nan_and_leaves_the_history() -> None:
