@@ -1,4 +1,4 @@
-"""Who speaks, and what a line begins with."""
+"""Which ranks log, and what a line begins with."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ def silent_afterwards() -> Iterator[None]:
     root.setLevel(level)
 
 
-def test_news_of_the_job_come_from_the_first_rank_and_warnings_say_whose_they_are(
+def test_the_first_rank_logs_for_all_and_warnings_begin_with_coordinates(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for rank in (0, 1):
@@ -26,7 +26,7 @@ def test_news_of_the_job_come_from_the_first_rank_and_warnings_say_whose_they_ar
     assert capsys.readouterr().err.splitlines() == ["saved", "[dp0] slow disk", "[dp1] slow disk"]
 
 
-def test_a_job_of_one_rank_has_no_places(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_a_job_of_one_rank_have_no_coordinates(capsys: pytest.CaptureFixture[str]) -> None:
     start_logging()
     get_logger("nanotrain.data").warning("slow disk")
     assert capsys.readouterr().err == "slow disk\n"

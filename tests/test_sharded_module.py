@@ -155,7 +155,7 @@ def test_training_equals_torch_on_one_rank(saved: Any, expected: dict[str, Tenso
     assert by_rank[0].keys() == expected.keys() and "head.weight" not in expected, "tied to the embedding"
     for name, value in expected.items():
         torch.testing.assert_close(by_rank[0][name], value, rtol=1e-4, atol=2e-6)
-        assert all(torch.equal(weights[name], by_rank[0][name]) for weights in by_rank)
+        assert all(torch.equal(weights[name], by_rank[0][name]) for weights in by_rank), name
 
 
 def test_a_checkpoint_loads_in_another_strategy_and_number_of_ranks(saved: Any) -> None:

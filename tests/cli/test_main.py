@@ -44,7 +44,7 @@ def test_an_interrupt_is_one_line_of_the_first_rank(rank, output, monkeypatch, c
     assert capsys.readouterr().err == output
 
 
-def test_of_many_ranks_the_first_alone_speaks():
+def test_only_the_first_of_many_ranks_prints_the_error():
     done = run("config", "--train-iter", "5", RANK="1", WORLD_SIZE="2")
     assert done.returncode == 2 and done.stdout == done.stderr == ""
 
@@ -74,7 +74,7 @@ def test_of_many_ranks_the_first_alone_speaks():
         (["config", "optim.lr=fast"], "error: optim.lr is 'fast': it takes a number"),
     ],
 )
-def test_bad_words_end_with_code_2_and_one_message(argv, message, capsys):
+def test_wrong_arguments_end_with_code_2_and_one_message(argv, message, capsys):
     assert main(argv) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("error:") == 1 and captured.out == ""

@@ -71,7 +71,7 @@ def test_a_misspelled_flag_of_the_command_is_named_before_what_is_missing():
         with pytest.raises(ConfigError, match=rf"unknown {wrong.partition('=')[0]} \(write --prompt\)"):
             parser.parse_known_args([wrong])
     for flag in ("--lr", "--seq-lenght"):  # of a training, or misspelled so
-        assert parser.parse_known_args(["--prompt", "a", flag])[1] == [flag]
+        assert parser.parse_known_args(["--prompt", "a", flag])[1] == [flag], flag
 
 
 def test_a_misspelled_option_in_place_of_a_command():
@@ -117,10 +117,6 @@ def test_the_list_of_commands_at_the_width_of_the_terminal(width):
     assert usage("prog", {"sing": sing, "hum": hum}, width=width) == SCREENS[width]
 
 
-def test_python_without_docstrings_lists_the_names():
-    assert "\n  hum\n" in usage("prog", {"hum": lambda argv: 0}, width=80)
-
-
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_the_commands_of_nanotrain_fit(width):
     assert max(map(len, usage("nanotrain", COMMANDS, width=width).splitlines())) <= width
@@ -153,4 +149,4 @@ def test_settings_may_stand_before_the_arguments_of_a_command(flags):
     words = ["lr=1,seed=2", "--prompt", "train.seed=3", "--seed=4"]
     for argv in ([*flags, *words], [*words, *flags]):
         args, rest = parser.parse_known_args(argv)
-        assert (args.path, args.prompt, args.seed, rest) == ("lr=1,seed=2", "train.seed=3", "4", flags)
+        assert (args.path, args.prompt, args.seed, rest) == ("lr=1,seed=2", "train.seed=3", "4", flags), argv

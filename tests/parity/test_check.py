@@ -167,7 +167,7 @@ def test_samples_read_twice_or_by_half_a_replica_are_found() -> None:
         records = [
             Record(dp, losses=[1.0], grad_norms=[1.0], grads=grads(), reads=reads) for dp, reads in reads_by_dp.items()
         ]
-        assert check(records).samples_read_once is is_right
+        assert check(records).samples_read_once is is_right, reads_by_dp
     half_of_a_replica = Record(0, losses=[1.0], grad_norms=[1.0], grads=grads(), reads=right[1])
     assert not check([*records, half_of_a_replica]).samples_read_once  # two ranks of one replica read different samples
 
@@ -209,7 +209,7 @@ def test_an_element_that_no_rank_holds_and_one_that_is_nan_are_infinitely_wrong(
     for held in (half, {TensorBox.full("a", (2,)): torch.tensor([1.0, torch.nan])}):
         record = Record(0, losses=[float("nan")], grad_norms=[1.0], grads=held, reads=[[]])
         report = compare(reference, [record], config=config, tolerance=1e-5)
-        assert report.parameters[0].absolute == float("inf") and not report.holds
+        assert report.parameters[0].absolute == float("inf") and not report.holds, held
         written = json.loads(report.to_json())
         assert written["parameters"][0]["relative"] is None and written["steps"][0]["loss"] is None
         assert written["equal"] is False

@@ -115,6 +115,14 @@ def test_both_kinds_of_layers_remain() -> None:
     assert set(small.model.moe_layers) == {False, True} and num_parameters(ModelShape.of(small.model)) < 1_000_000
 
 
+def test_patterns_of_layers_are_sampled() -> None:
+    line = ["+config=tiny", "--num-layers=12", "--window-size=16", "--window-attn-skip-freq=[1]*9+[0]*3"]
+    config = load([*line, "--no-rope-freq=[0]*9+[1]*3"], to_train=False).config
+    small = shrink(config, 1, num_steps=1).model
+    assert (small.window_layers, small.no_rope_layers) == ((True, False), (False, True))
+    assert_valid_and_alike(config, 1)
+
+
 def test_ends_of_a_pipeline_stay_uneven() -> None:
     parallel = shrink(recipe("deepseek_v3"), 1024, num_steps=1).parallel
     assert (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers) == (3, 2)

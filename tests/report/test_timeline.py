@@ -64,7 +64,7 @@ def test_the_report_draws_what_the_command_saved(run, capsys):
 def test_a_damaged_timeline_is_left_out(run):
     for content in ({}, {"ranks": [], "num_ranks": 1, "on_device": True}, {"ranks": [{"rank": 0}]}):
         (run / "profile" / "timeline.json").write_text(json.dumps(content))
-        assert timeline.load(run) is None
+        assert timeline.load(run) is None, content
 
 
 def test_many_short_spans_are_few_bars_and_exact_numbers(tmp_path):

@@ -29,13 +29,13 @@ def test_every_rank_of_a_machine_reads_the_others(ctx):
 
 
 @ranks(2, threads=False)
-def test_without_shared_memory_a_rank_knows_itself_only(ctx):
+def test_without_shared_memory_a_rank_reads_only_its_own_record(ctx):
     processes._create = lambda num_ranks: None
     all_processes, records = share_heartbeats(ctx.heartbeat, ctx.control)
     assert len(all_processes) == 2 and set(records) == {ctx.rank}
 
 
-def test_containers_of_one_machine_do_not_look_for_each_other_s_process_ids(monkeypatch):
+def test_containers_of_one_machine_do_not_use_each_others_process_ids(monkeypatch):
     here = RankProcess.current(0)
     assert RankProcess.current(0).machine == here.machine
     monkeypatch.setattr(processes, "_pid_namespace", lambda: "pid:[4026532000]")

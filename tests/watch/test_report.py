@@ -44,12 +44,12 @@ def test_a_rank_that_did_not_start_a_collective_is_behind():
 
 
 @pytest.mark.parametrize(
-    ("state", "says"), [("T", "is stopped"), ("", "ended without an error message"), ("?", "did not reply")]
+    ("state", "cause"), [("T", "is stopped"), ("", "ended without an error message"), ("?", "did not reply")]
 )
-def test_a_frozen_lost_or_silent_rank_is_named_first(state, says):
+def test_a_frozen_lost_or_silent_rank_is_named_first(state, cause):
     frozen = view(1, state=state, last=Collective(11, "all_reduce", 64)) if state != "?" else RankView(1, "b", 5, "?")
     diagnosis = diagnose(by_rank(waits(0), frozen, view(2), waits(3)), DATA_PARALLEL)
-    assert diagnosis.ranks == (1,) and says in diagnosis.headline
+    assert diagnosis.ranks == (1,) and cause in diagnosis.headline
 
 
 def test_a_rank_that_finished_is_not_lost():
@@ -119,7 +119,7 @@ def test_ranks_that_have_not_arrived_are_named_with_operation_sizes_and_number()
     )
 
 
-def test_ranks_whose_recorder_cannot_be_read_are_not_accused():
+def test_ranks_whose_recorder_cannot_be_read_are_not_named_as_absent():
     (line,) = unmatched_collectives({rank: [at(5, "started")] for rank in (0, 1, 3)}, WORLD)
     assert "did not" not in line and line.endswith("nothing is known of rank 2")
 

@@ -83,7 +83,7 @@ def test_a_rank_that_moves_slowly_and_a_checkpoint_that_takes_long_are_no_reason
     watchdog = Watchdog(context, tmp_path, timeout_s=10.0)
     for now in (0.0, 9.0, 18.0, 27.0):
         context.heartbeat.begin("step")
-        assert not watchdog.reason_to_end(now)
+        assert not watchdog.reason_to_end(now), now
     assert not watchdog.reason_to_end(36.9)
     assert watchdog.reason_to_end(37.0) == "rank 0 began nothing for 10 s (--hang-timeout-s 10)"
     context.heartbeat.begin("checkpoint")
@@ -99,7 +99,7 @@ def test_the_message_begins_with_the_cause_where_another_rank_gave_the_alarm(
     for reason, message in (("rank 0 began nothing", "error: rank 0 began nothing\nrank 3"), (ALARM, "error: rank 3")):
         watchdog._hang_folder.mkdir(exist_ok=True)
         watchdog._write_report(reason, lost, views={})
-        assert capfd.readouterr().err.startswith(f"{message} was killed\nsee ")
+        assert capfd.readouterr().err.startswith(f"{message} was killed\nsee "), reason
         assert f"reason: {reason}\n" in (tmp_path / REPORT).read_text()
 
 
