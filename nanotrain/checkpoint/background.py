@@ -66,8 +66,8 @@ class BackgroundSave:
     """The thread of one rank's save.
 
     Args:
-        write: writes the shard and reports it; on the first rank it also commits and returns the checkpoint's folder.
-        is_cancelled: passed to `write`; true once the save should be given up.
+        write: a function that writes the shard and reports it; on the first rank it also commits and returns the
+            folder. Its argument returns whether the save should be given up.
     """
 
     def __init__(self, write: Callable[[Callable[[], bool]], Path | None]) -> None:

@@ -220,7 +220,7 @@ class Checkpointer:
 
         Raises:
             DamagedCheckpoint: damaged or incomplete. The targets must not be used.
-            CheckpointError: of another model or of a newer format.
+            CheckpointError: the checkpoint is of another model or of a newer format.
         """
         path = Path(path)
         # One reader: at 1,024 ranks the manifest of a 70B model has 36 MB, and every rank needs all of it.
@@ -242,7 +242,7 @@ class Checkpointer:
         """The newest complete checkpoint of this run or None, the same on every rank; warns of unusable newer ones.
 
         Args:
-            below: consider only steps below this one.
+            below: the step below which all considered steps are; None for no bound.
 
         Raises:
             CheckpointError: the newest is of a newer format.

@@ -47,7 +47,7 @@ def check_compatible(
         config: the configuration of this run, for errors that list the model options that differ.
 
     Raises:
-        CheckpointError: with the first differing names, both sides of each, and the options that explain them.
+        CheckpointError: some differ; it has the first names, both sides of each, and the options that explain them.
     """
     differences: dict[str, str] = {}
     casts: dict[str, str] = {}
@@ -161,7 +161,7 @@ def fit_padding(
     """The targets with the padding of the checkpoint, as views; rows beyond the tokens are set to zero.
 
     Args:
-        manifest: of the checkpoint.
+        manifest: manifest of the checkpoint.
         targets: box -> tensor of the box's shape.
         rows: number of tokens of every padded table, by the name of the parameter.
     """

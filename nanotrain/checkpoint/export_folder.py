@@ -19,7 +19,7 @@ def export_folder(output: Path, *, nbytes: int) -> Iterator[Path]:
     """Yield a temporary folder to fill; its content gets its name when the block succeeds, and is removed when not.
 
     Args:
-        output: must not exist or be empty.
+        output: the folder; must not exist or be empty.
         nbytes: bytes of the tensors, for which space is checked.
 
     Raises:

@@ -109,7 +109,7 @@ def from_json(text: str, *, source: str = "the manifest", is_shard: bool = False
 
     Raises:
         DamagedCheckpoint: not JSON, not a manifest, its checksum does not match, or a field is not what it must be.
-        NewerFormat: of a later version of the format.
+        NewerFormat: it is of a later version of the format.
     """
     try:
         body = object_of(parse_json(text, allow_nan=True), "it")

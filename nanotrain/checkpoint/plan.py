@@ -88,7 +88,7 @@ def plan_reads(manifest: Manifest, targets: Iterable[TensorBox]) -> dict[str, tu
     """Plan which chunks to read for the target boxes.
 
     Args:
-        manifest: of the checkpoint; every target's tensor is in it, in the target's shape (`check_compatible`).
+        manifest: manifest of the checkpoint, with the tensors of all targets in their shapes (`check_compatible`).
         targets: boxes of global tensors, sharded in any way.
 
     Returns:

@@ -123,7 +123,7 @@ def read_chunks(folder: Path, reads: Mapping[str, tuple[ChunkRead, ...]], *, tar
     """Read chunks and copy their parts into the target tensors, in place.
 
     Args:
-        reads: from `plan_reads`.
+        reads: chunks by file, as `plan_reads` returns them.
         targets: box -> tensor of the box's shape, on any device; elements are cast to its float dtype.
 
     Raises:

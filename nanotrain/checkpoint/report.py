@@ -69,10 +69,10 @@ def describe(path: Path, *, tensors: bool = False) -> str:
     Raises:
         CheckpointError: no complete checkpoint there.
     """
-    found, manifest = find_manifest(Path(path))
+    folder, manifest = find_manifest(Path(path))
     on_terminal = sys.stdout.isatty()
     console = Console(force_terminal=on_terminal, width=None if on_terminal else PLAIN_WIDTH, highlight=False)
-    lines = [f"{found}", *(f"{title:<11} {text}" for title, text in _summary(manifest))]
+    lines = [str(folder), *(f"{title:<11} {text}" for title, text in _summary(manifest))]
     with console.capture() as capture:
         console.print("\n".join(lines), soft_wrap=True, markup=False)
         console.print("", _table("kind", ["tensors", "elements", "dtype", "size"], rows=_kind_rows(manifest)))
@@ -132,8 +132,8 @@ def verify(path: Path) -> VerifyReport:
     """
     path = Path(path)
     try:
-        found = path if path.name.startswith("step-") else find_checkpoint(path)
-        manifest = read_manifest(found)
+        folder = path if path.name.startswith("step-") else find_checkpoint(path)
+        manifest = read_manifest(folder)
     except DamagedCheckpoint as error:  # its cure is this command
         fix = error.fix.partition("; `nanotrain checkpoint verify")[0]
         raise DamagedCheckpoint(error.what, why=error.why, fix=fix) from None
@@ -147,9 +147,9 @@ def verify(path: Path) -> VerifyReport:
         for chunk in entry.chunks:
             chunks_of.setdefault(chunk.file, []).append((chunk, entry.dtype))
     for file, chunks in track_on_terminal(sorted(chunks_of.items()), "verifying"):
-        faults += _faults_of_file(found / file, chunks, size=manifest.files[file])
+        faults += _faults_of_file(folder / file, chunks, size=manifest.files[file])
     num_chunks = sum(map(len, chunks_of.values()))
-    return VerifyReport(found, num_chunks, sum(entry.nbytes for entry in manifest.tensors.values()), tuple(faults))
+    return VerifyReport(folder, num_chunks, sum(entry.nbytes for entry in manifest.tensors.values()), tuple(faults))
 
 
 def _faults_of_file(path: Path, chunks: Sequence[tuple[ChunkEntry, str]], *, size: int) -> Iterator[str]:
@@ -274,11 +274,11 @@ class _Side:
 
     @classmethod
     def read(cls, path: Path) -> "_Side":
-        found, manifest = find_manifest(path)
+        folder, manifest = find_manifest(path)
         try:
-            return cls(found, manifest, vocabulary_rows(config_from_dict(manifest.config).model))
+            return cls(folder, manifest, vocabulary_rows(config_from_dict(manifest.config).model))
         except ConfigError:  # of another version, or without a model: all rows are compared
-            return cls(found, manifest, {})
+            return cls(folder, manifest, {})
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor without its padding."""

@@ -84,9 +84,9 @@ def prune(path: Path, keep_last: int, *, is_dry: bool = False) -> list[Path]:
     oldest = complete[: max(0, len(complete) - keep_last)]
     if oldest and not is_dry:
         keep_newest(folder, keep_last, written=complete[-1])
-    left = [one.name for one in oldest if os.path.lexists(one)]
+    left = [step.name for step in oldest if os.path.lexists(step)]
     if left and not is_dry:
-        gone = ", ".join(one.name for one in oldest if one.name not in left) or "none"
+        gone = ", ".join(step.name for step in oldest if step.name not in left) or "none"
         why = f"the warnings name the reasons; deleted: {gone}"
         raise EnvironmentFault(f"{', '.join(left)} could not be deleted", why=why, fix=f"make {folder} writable")
     return oldest

@@ -58,8 +58,8 @@ def read_manifest(path: Path) -> Manifest:
     """Read the manifest of one checkpoint.
 
     Raises:
-        CheckpointError: missing or damaged.
-        NewerFormat: of a later version.
+        CheckpointError: the manifest is missing or damaged.
+        NewerFormat: it is of a later version.
     """
     file = path / MANIFEST
     try:
@@ -133,16 +133,16 @@ def newest_complete(folder: Path, *, below: int | None = None) -> Path | None:
 
     Args:
         folder: checkpoints folder of a run.
-        below: consider only steps below this one.
+        below: the step below which all considered steps are; None for no bound.
 
     Raises:
         NewerFormat: the newest is of a later format; resuming from an older one would discard its steps.
     """
-    found, skipped = _newest(folder, below=below)
+    newest, skipped = _newest(folder, below=below)
     if skipped:
-        chosen = f"using {found.name}" if found else "no complete one is left"
+        chosen = f"using {newest.name}" if newest else "no complete one is left"
         log.warning("skipped unusable checkpoints in %s: %s; %s", folder, ", ".join(sorted(skipped)), chosen)
-    return found
+    return newest
 
 
 def checkpoint_to_resume(folder: Path, *, below: int | None = None) -> Path | None:
@@ -151,15 +151,15 @@ def checkpoint_to_resume(folder: Path, *, below: int | None = None) -> Path | No
     Raises:
         DamagedCheckpoint: there are checkpoints and none is complete: starting at step 0 would hide that.
     """
-    found = newest_complete(folder, below=below)
-    if found is None and any(_fault_of(path) for path in step_entries(folder)):
+    newest = newest_complete(folder, below=below)
+    if newest is None and any(_fault_of(path) for path in step_entries(folder)):
         raise DamagedCheckpoint(
             f"no checkpoint in {folder} can be used",
             why="; ".join(sorted(_newest(folder, below=None)[1])),
             fix="restore one of them, load another with --load FOLDER, or start again at step 0 with --no-auto-resume, "
             "which renames them and deletes none",
         )
-    return found
+    return newest
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -174,7 +174,7 @@ def find_manifest(path: Path) -> tuple[Path, Manifest]:
         DamagedCheckpoint: that checkpoint is not complete; an older one is never taken in its place.
         CheckpointError: no such folder, or no checkpoint in it.
     """
-    return (found := named_checkpoint(path)), require_complete(found)
+    return (step := named_checkpoint(path)), require_complete(step)
 
 
 def named_checkpoint(path: Path) -> Path:
@@ -202,16 +202,16 @@ def _fault_of(path: Path) -> CheckpointError | None:
 
 def _newest(folder: Path, *, below: int | None) -> tuple[Path | None, list[str]]:
     """The newest complete checkpoint, and what is newer than it and not complete, with the reasons."""
-    found, skipped = None, []
+    newest, skipped = None, []
     for path in reversed([path for path in step_entries(folder) if below is None or step_of(path) < below]):
         fault = _fault_of(path)
         if fault is None:
-            found = path
+            newest = path
             break
         skipped.append(f"{path.name} ({fault.why or fault.what})")
     unfinished = [path for path, ending in _entries(folder) if ending == "tmp" and below is None]
-    newer = [path for path in unfinished if found is None or step_of(path) > step_of(found)]
-    return found, skipped + [f"{path.name} (it was never finished)" for path in newer]
+    newer = [path for path in unfinished if newest is None or step_of(path) > step_of(newest)]
+    return newest, skipped + [f"{path.name} (it was never finished)" for path in newer]
 
 
 def step_entries(folder: Path) -> list[Path]:

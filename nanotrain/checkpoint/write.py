@@ -80,8 +80,8 @@ def write_shard(
         path: the file to make; must not exist.
         tensors: box -> tensor of the box's shape, on any device, with any strides; not changed.
         manifest: step and objects of the save.
-        read: returns the values of a chunk where `tensors` are on the meta device, so that only chunks are in memory;
-            called on several threads.
+        read: a function that returns the values of a chunk where `tensors` are on the meta device, so that only chunks
+            are in memory; called on several threads.
 
     Returns:
         The manifest of this shard alone, with checksums. Without bytes to write no file is made.
@@ -91,7 +91,7 @@ def write_shard(
     """
     writes = plan_writes(tensors)
     entries = {box.name: TensorEntry(box.shape, DTYPE_NAMES[tensor.dtype], ()) for box, tensor in tensors.items()}
-    read = read or (lambda one: tensors[one.source].detach()[one.box.within(one.source.box).slices()])
+    read = read or (lambda write: tensors[write.source].detach()[write.box.within(write.source.box).slices()])
     if not writes:
         return replace(manifest, tensors=entries)
     header = _header(writes)
@@ -99,17 +99,17 @@ def write_shard(
     try:
         _write_at(handle, memoryview(header), offset=0)
         with file_threads() as start:
-            crcs = list(start(lambda one: _write_chunk(handle, one, begin=len(header), chunk=read(one)), writes))
+            crcs = list(start(lambda write: _write_chunk(handle, write, begin=len(header), chunk=read(write)), writes))
         os.fsync(handle)
     except OSError as error:  # a failed call on a descriptor names no file
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(handle)
     chunks: dict[str, list[ChunkEntry]] = {name: [] for name in entries}
-    for one, checksum in zip(writes, crcs, strict=True):
-        chunks[one.source.name].append(ChunkEntry(one.box, path.name, one.key, checksum, one.nbytes))
+    for write, checksum in zip(writes, crcs, strict=True):
+        chunks[write.source.name].append(ChunkEntry(write.box, path.name, write.key, checksum, write.nbytes))
     written = {name: replace(entry, chunks=tuple(chunks[name])) for name, entry in entries.items()}
-    size = len(header) + sum(one.nbytes for one in writes)
+    size = len(header) + sum(write.nbytes for write in writes)
     return replace(manifest, files={path.name: size}, tensors=written)
 
 
@@ -134,12 +134,12 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 def _header(writes: tuple[ChunkWrite, ...]) -> bytes:
     entries = {
-        one.key: {
-            "dtype": SAFETENSORS_NAMES[one.dtype],
-            "shape": one.box.shape,
-            "data_offsets": [one.offset, one.offset + one.nbytes],
+        write.key: {
+            "dtype": SAFETENSORS_NAMES[write.dtype],
+            "shape": write.box.shape,
+            "data_offsets": [write.offset, write.offset + write.nbytes],
         }
-        for one in writes
+        for write in writes
     }
     assert len(entries) == len(writes), "a box was given twice on one rank: one of the two would be lost"
     text = json.dumps(entries, separators=(",", ":")).encode()

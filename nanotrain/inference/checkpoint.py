@@ -220,7 +220,7 @@ class LoadedModel:
             num_tokens: maximum number of new tokens of each; an end-of-document token stops earlier.
             sampling: how tokens are sampled.
             stops: strings that end a text, not part of it.
-            use_cache: keep keys and values of the tokens so far.
+            use_cache: whether keys and values of the tokens so far are kept.
 
         Raises:
             DataError: a prompt longer than the positions of the model.
@@ -239,8 +239,8 @@ def load_checkpoint(path: Path | str, *, tokenizer: str | None = None, ema: bool
 
     Args:
         path: a step folder, or a run folder for its newest.
-        tokenizer: what `load_tokenizer` takes; None for the run's.
-        ema: load the moving average of the weights (`--ema-decay`).
+        tokenizer: name or path of a tokenizer, as `load_tokenizer` takes it; None for the run's.
+        ema: whether the moving average of the weights is loaded (`--ema-decay`).
 
     Raises:
         CheckpointError: there is no complete checkpoint.
@@ -259,10 +259,10 @@ def load_model(
     """Load the model and the tokenizer of an open checkpoint.
 
     Args:
-        checkpoint: of any layout.
-        tokenizer: what `load_tokenizer` takes; None for the run's.
+        checkpoint: a checkpoint of any layout.
+        tokenizer: name or path of a tokenizer, as `load_tokenizer` takes it; None for the run's.
         context: device and groups, where every rank loads its shards over tp and ep; None for one rank on the CPU.
-        dtype: of weights and activations, "fp32", "bf16" or "fp16".
+        dtype: dtype of weights and activations, "fp32", "bf16" or "fp16".
 
     Raises:
         DataError: the run had no tokenizer.
@@ -299,7 +299,7 @@ def export_checkpoint(
             else the first that can represent the model.
         tokenizer: a tokenizer.json or a folder to copy beside the weights; None for the run's, if it is local, and
             that of the pretrained checkpoint where the run's is the same or unknown.
-        ema: write the moving average of the weights (`--ema-decay`).
+        ema: whether the moving average of the weights is written (`--ema-decay`).
     """
     from nanotrain.interop.hf.export import export_weights
     from nanotrain.interop.hf.names import expert_bias_shapes

@@ -47,11 +47,11 @@ class Generation:
 
     Args:
         stage: a model in one stage, or this rank's shards of it.
-        prompts: each of at least one token; the same on every rank.
+        prompts: token ids of every prompt, at least one each; the same on every rank.
         num_tokens: the maximum number of steps, which bounds the memory of the cache.
         sampling: how tokens are sampled.
-        use_cache: keep keys and values.
-        ranks: those that hold the shards; each of them makes every step.
+        use_cache: whether keys and values are kept.
+        ranks: the ranks that hold the shards; each of them makes every step.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class Generation:
             for row in set(range(len(rows))) - self.running:
                 self.texts[row].append(0)  # rows of a batch grow together; what follows the end is not returned
             return dict(enumerate(logits))
-        self._cache, found = None, {}
+        self._cache, logits_of = None, {}
         for row in sorted(self.running):
             window = torch.tensor([self.texts[row][-self._positions :]], device=device)
             with torch.no_grad():
-                found[row] = self.stage.logits(window, last_only=True)[0, 0].float().cpu()
-        return found
+                logits_of[row] = self.stage.logits(window, last_only=True)[0, 0].float().cpu()
+        return logits_of
 
 
 def generate(
@@ -144,7 +144,7 @@ class TextStream:
     """The text of one prompt as it grows.
 
     Args:
-        tokenizer: decodes the new tokens.
+        tokenizer: tokenizer that decodes the new tokens.
         stops: strings that end the text.
     """
 
@@ -167,9 +167,9 @@ class TextStream:
 
     def _text(self) -> str:
         text = self._tokenizer.decode(self._tokens)
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        self.is_ended = bool(found)
-        return text[: min(found)] if found else text
+        ends = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        self.is_ended = bool(ends)
+        return text[: min(ends)] if ends else text
 
     def _num_certain(self, text: str) -> int:
         certain = len(text.rstrip("\ufffd"))
@@ -222,8 +222,8 @@ def stream_texts(
     """Yield the index of a prompt and the next piece of its text, until every text has ended.
 
     Args:
-        generation: of the encoded prompts.
-        tokenizer: of the model.
+        generation: state of the encoded prompts.
+        tokenizer: tokenizer of the model.
         num_tokens: tokens per prompt at most.
         stops: strings that end a text.
     """

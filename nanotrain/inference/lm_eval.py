@@ -26,10 +26,10 @@ class NanotrainLM(LM):
 
     Args:
         path: run folder, step folder or Hugging Face folder.
-        tokenizer: what `load_tokenizer` takes; None for the model's.
-        ema: take the moving average of the weights.
+        tokenizer: name or path of a tokenizer, as `load_tokenizer` takes it; None for the model's.
+        ema: whether the moving average of the weights is taken.
         batch_size: rows per forward pass.
-        device: of the model.
+        device: device of the model.
         max_length: input tokens at most; None for the sequence length of the training run, or of a Hugging Face folder
             its positions, at most 2048.
     """
@@ -61,30 +61,30 @@ class NanotrainLM(LM):
             batch_size=self.batch_size,
             max_length=self.max_length,
         )
-        found = [(one.log_likelihood, one.is_greedy) for one in scored]
-        for request, result in zip(requests, found, strict=True):
+        scores = [(score.log_likelihood, score.is_greedy) for score in scored]
+        for request, result in zip(requests, scores, strict=True):
             self.cache_hook.add_partial("loglikelihood", request.args, result)
-        return found
+        return scores
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """The log-likelihood of whole texts, however long, each alone; requests are (text,)."""
-        found = []
+        scores = []
         for request in requests:
             tokens = self.loaded.tokenizer.encode(request.args[0])
             windows = list(rolling_windows(tokens, prefix=self._start, max_length=self.max_length))
             scored = log_likelihoods(self.loaded.model, windows, batch_size=self.batch_size, max_length=self.max_length)
-            found.append(sum(one.log_likelihood for one in scored))
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
-        return found
+            scores.append(sum(score.log_likelihood for score in scored))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, scores[-1])
+        return scores
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Texts that continue contexts up to one of the strings `until`; requests are (context, options)."""
-        found = []
+        texts = []
         for request in requests:
             text = self._generate(*request.args)
             self.cache_hook.add_partial("generate_until", request.args, text)
-            found.append(text)
-        return found
+            texts.append(text)
+        return texts
 
     @property
     def tokenizer_name(self) -> str:
@@ -125,7 +125,7 @@ def evaluate_tasks(
     """Run tasks of lm-eval; the metrics of each by name.
 
     Args:
-        model: of `NanotrainLM`.
+        model: a `NanotrainLM`.
         tasks: names of lm-eval or of files in `include_path`.
         include_path: folder with further tasks as YAML files.
         num_fewshot: examples before each question; None for the task's.

@@ -46,14 +46,14 @@ def log_likelihoods(
     order = sorted(range(len(requests)), key=lambda index: -sum(map(len, requests[index])))
     moe = stage.model_config.moe
     size = 1 if moe is not None and moe.expert_capacity_factor is not None else batch_size
-    found: dict[int, Scored] = {}
+    scores: dict[int, Scored] = {}
     for start in range(0, len(order), size):
         chosen = order[start : start + size]
         rows = [[*requests[index][0], *requests[index][1]][-(limit + 1) :] for index in chosen]
         logits = _logits(stage, [row[:-1] for row in rows])
         for index, row, of_row in zip(chosen, rows, logits, strict=True):
-            found[index] = _score(of_row[: len(row) - 1], row, num_scored=len(requests[index][1]))
-    return [found[index] for index in range(len(requests))]
+            scores[index] = _score(of_row[: len(row) - 1], row, num_scored=len(requests[index][1]))
+    return [scores[index] for index in range(len(requests))]
 
 
 def rolling_windows(tokens: Sequence[int], *, prefix: int, max_length: int) -> Iterator[Request]:

@@ -59,7 +59,7 @@ def export_dcp(path: Path, output: Path) -> str:
         CheckpointError: no complete checkpoint, a damaged chunk, or `output` has files.
         EnvironmentFault: `output` cannot be written; nothing is left there.
     """
-    found, manifest = find_manifest(Path(path))
+    source, manifest = find_manifest(Path(path))
     state: dict[str, Any] = {
         name: torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="meta")
         for name, entry in manifest.tensors.items()
@@ -68,8 +68,8 @@ def export_dcp(path: Path, output: Path) -> str:
     nbytes = sum(entry.nbytes for entry in manifest.tensors.values())
     with torch_export(output, nbytes=nbytes) as folder:
         writer = FileSystemWriter(folder, thread_count=1)
-        save(state, storage_writer=writer, planner=_ReadingPlanner(found, manifest), no_dist=True)
-    return f"{output}: {len(manifest.tensors)} tensors of step {manifest.step}, from {found}"
+        save(state, storage_writer=writer, planner=_ReadingPlanner(source, manifest), no_dist=True)
+    return f"{output}: {len(manifest.tensors)} tensors of step {manifest.step}, from {source}"
 
 
 @contextmanager

@@ -79,9 +79,9 @@ def check_model(model_config: ModelConfig) -> None:
         "final_logit_softcapping": model_config.final_logit_softcapping is not None,
         "rotary_base_local": model_config.rotary_base_local is not None,
     }
-    if found := [name for name, is_set in reasons.items() if is_set]:
+    if unsupported := [name for name, is_set in reasons.items() if is_set]:
         raise CheckpointError(
-            f"this model cannot be written for Megatron-LM: {', '.join(found)}",
+            f"this model cannot be written for Megatron-LM: {', '.join(unsupported)}",
             why="its checkpoints have no place, or no known one, for these weights or settings",
             fix="use `export-hf` or `export-dcp`",
         )
@@ -211,12 +211,12 @@ def export_megatron(path: Path, output: Path, *, dtype: str = "fp32") -> str:
             has files.
         EnvironmentFault: `output` cannot be written; nothing is left there.
     """
-    found, manifest = find_manifest(Path(path))
+    source, manifest = find_manifest(Path(path))
     model_config = config_from_dict(manifest.config).model
     check_model(model_config)
     chunks = list(plan_chunks(model_config))
     name = f"iter_{manifest.step:07d}" if manifest.step else "release"
-    planner = _ChunkPlanner(found, manifest, chunks=chunks, dtype=dtype)
+    planner = _ChunkPlanner(source, manifest, chunks=chunks, dtype=dtype)
     nbytes = sum(chunk.box.numel for chunk in chunks) * TORCH_DTYPES[dtype].itemsize
     with torch_export(output, nbytes=nbytes) as parent:
         folder = parent / name
@@ -231,7 +231,7 @@ def export_megatron(path: Path, output: Path, *, dtype: str = "fp32") -> str:
         tracker = str(manifest.step) if manifest.step else "release"
         (parent / "latest_checkpointed_iteration.txt").write_text(tracker)
     num_tensors = len({chunk.key for chunk in chunks})
-    return f"{output / name}: {num_tensors} tensors of step {manifest.step}, {dtype}, from {found}"
+    return f"{output / name}: {num_tensors} tensors of step {manifest.step}, {dtype}, from {source}"
 
 
 def _extra_states(chunks: Iterable[MegatronChunk]) -> Iterator[str]:

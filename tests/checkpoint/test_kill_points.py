@@ -81,9 +81,9 @@ def test_a_kill_at_any_call_leaves_a_whole_checkpoint_and_the_next_save_cleans_u
         for step in (1, 2):
             save(folder, step)
         was_killed = save_until(folder, instants, is_async=is_async)
-        found = store.checkpoint_to_resume(folder / "checkpoints")
-        assert found is not None, f"after {instants} calls no checkpoint is left"
-        values.append(value(folder, found))
+        resumed_from = store.checkpoint_to_resume(folder / "checkpoints")
+        assert resumed_from is not None, f"after {instants} calls no checkpoint is left"
+        values.append(value(folder, resumed_from))
         save(folder, 4, keep_last=1)
         assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000004"], instants
         if not was_killed:

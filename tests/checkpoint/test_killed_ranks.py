@@ -75,10 +75,10 @@ def check(kill: Kill) -> int:
     """Kill; returns the step of the checkpoint that is left."""
     codes = save_on_two_ranks(kill)
     assert codes[kill.rank] == -signal.SIGKILL, (kill, codes)
-    found = store.checkpoint_to_resume(kill.folder / "checkpoints")
-    assert found is not None, f"{kill}: no checkpoint is left"
-    step = store.read_manifest(found).step
-    tensors = dict(read_global_tensors(found, list(TENSORS)))  # compares checksums
+    resumed_from = store.checkpoint_to_resume(kill.folder / "checkpoints")
+    assert resumed_from is not None, f"{kill}: no checkpoint is left"
+    step = store.read_manifest(resumed_from).step
+    tensors = dict(read_global_tensors(resumed_from, list(TENSORS)))  # compares checksums
     assert all((tensors[name] == step).all() and len(tensors[name]) == rows for name, rows in TENSORS.items()), kill
     save(kill.folder, 4, keep_last=1)
     assert [path.name for path in (kill.folder / "checkpoints").iterdir()] == ["step-00000004"], kill
@@ -99,8 +99,8 @@ def save_on_two_ranks(kill: Kill) -> list[int]:
         pid, status = os.wait()
         codes[pid] = os.waitstatus_to_exitcode(status)
         if codes[pid]:  # as a launcher does
-            for other in set(pids) - set(codes):
-                os.kill(other, signal.SIGKILL)
+            for survivor in set(pids) - set(codes):
+                os.kill(survivor, signal.SIGKILL)
     return [codes[pid] for pid in pids]
 
 

@@ -78,9 +78,9 @@ def test_an_incomplete_checkpoint_is_skipped_with_one_warning_that_says_why(
     spoil(newer)
 
     with caplog.at_level(logging.WARNING, logger="nanotrain"):
-        found = store.checkpoint_to_resume(tmp_path / "checkpoints")
+        resumed_from = store.checkpoint_to_resume(tmp_path / "checkpoints")
 
-    assert found == older
+    assert resumed_from == older
     assert store.complete_checkpoints(tmp_path / "checkpoints") == [older]
     (warning,) = caplog.messages
     assert "step-00000002" in warning and "using step-00000001" in warning
@@ -245,9 +245,9 @@ def test_a_kill_at_any_point_leaves_a_complete_checkpoint_and_the_next_save_clea
     killed.join(HANG_S)
 
     assert killed.exitcode == -signal.SIGKILL
-    found = store.checkpoint_to_resume(tmp_path / "checkpoints")
-    assert found is not None
-    assert value(tmp_path, found) == (3.0 if survives else 2.0)
+    resumed_from = store.checkpoint_to_resume(tmp_path / "checkpoints")
+    assert resumed_from is not None
+    assert value(tmp_path, resumed_from) == (3.0 if survives else 2.0)
     save(tmp_path, 4, keep_last=2)
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert left == [f"step-{step:08d}" for step in ((3, 4) if survives else (2, 4))]
@@ -308,14 +308,14 @@ def test_a_step_that_is_saved_again_exists_at_every_point(
         again.save(2, {BOX: torch.full((64,), 7.0)}, objects={}, config={}, topology={})
     monkeypatch.undo()
 
-    found = store.checkpoint_to_resume(tmp_path / "checkpoints")
-    assert found is not None and found.name.startswith("step-00000002")
+    resumed_from = store.checkpoint_to_resume(tmp_path / "checkpoints")
+    assert resumed_from is not None and resumed_from.name.startswith("step-00000002")
     commits = ["swap"] if can_swap else ["swap", "rename", "rename"]
-    assert value(tmp_path, found) == (7.0 if calls[: len(commits)] == commits else 2.0)
+    assert value(tmp_path, resumed_from) == (7.0 if calls[: len(commits)] == commits else 2.0)
     save(tmp_path, 3, keep_last=2)
     step_2 = store.step_folder(tmp_path / "checkpoints", 2).name
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert kept == [step_2 if found.name == step_2 else found.name, "step-00000003"]
+    assert kept == [step_2 if resumed_from.name == step_2 else resumed_from.name, "step-00000003"]
 
 
 def test_a_checkpoint_may_be_moved_and_renamed(tmp_path: Path) -> None:

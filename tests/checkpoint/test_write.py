@@ -60,7 +60,7 @@ def test_large_boxes_are_split_and_keys_name_global_coordinates(monkeypatch: pyt
 
     writes = plan_writes({box: torch.zeros(4, 2)})
 
-    assert [(one.key, one.offset, one.nbytes) for one in writes] == [
+    assert [(write.key, write.offset, write.nbytes) for write in writes] == [
         ("model/a@4:6,2:4", 0, 16),
         ("model/a@6:8,2:4", 16, 16),
     ]

@@ -63,8 +63,8 @@ def test_top_k_of_one_is_greedy(model: torch.nn.Module) -> None:
 
 def test_top_k_leaves_out_all_others(model: torch.nn.Module) -> None:
     allowed = set(model.logits(torch.tensor([[7]]))[0, -1].topk(3).indices.tolist())
-    found = {generate(model, [7], num_tokens=1, sampling=Sampling(top_k=3, seed=seed))[0] for seed in range(60)}
-    assert found == allowed
+    sampled = {generate(model, [7], num_tokens=1, sampling=Sampling(top_k=3, seed=seed))[0] for seed in range(60)}
+    assert sampled == allowed
 
 
 def test_the_stop_token_ends_the_text(model: torch.nn.Module) -> None:
@@ -87,8 +87,8 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     draw = torch.Generator().manual_seed(1)
     for top_p, allowed in ((0.4, {0}), (0.5, {0}), (0.6, {0, 1}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
-        found = {sample_token(logits, Sampling(top_p=top_p), generator=draw) for _ in range(200)}
-        assert found == allowed, top_p
+        sampled = {sample_token(logits, Sampling(top_p=top_p), generator=draw) for _ in range(200)}
+        assert sampled == allowed, top_p
 
 
 def test_prompts_that_end_leave_the_others_as_they_are(model: torch.nn.Module) -> None:

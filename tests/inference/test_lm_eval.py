@@ -37,9 +37,9 @@ def test_the_class_scores_and_generates_as_the_model_does(tmp_path):
     write_run(tmp_path)
     model, loaded = NanotrainLM(str(tmp_path), max_length=16, batch_size="3"), load_checkpoint(tmp_path)
     pairs = [("a cat ", "sat"), ("", "b"), ("a cat", " sat")]
-    found = model.loglikelihood([request(*pair) for pair in pairs])
-    assert found[0] == found[2], "blanks at the end of a context belong to the continuation"
-    assert all(score < 0 for score, _ in found)
+    scores = model.loglikelihood([request(*pair) for pair in pairs])
+    assert scores[0] == scores[2], "blanks at the end of a context belong to the continuation"
+    assert all(score < 0 for score, _ in scores)
     text = "a text that is longer than sixteen tokens"
     (whole,) = model.loglikelihood_rolling([request(text)])
     assert whole == pytest.approx(-math.log(257) * len(text), rel=0.5), "a model that was not trained knows nothing"
@@ -64,7 +64,7 @@ def test_a_local_task_runs_from_the_command_line(tmp_path, capsys, monkeypatch):
         (tmp_path / f"{name}.yaml").write_text(TASK.format(name=name, file=file, kind=kind, more=more))
     line = ["evaluate", str(tmp_path / "run"), "--tasks", "pick,read", "--include-path", str(tmp_path), "--json"]
     assert main(line) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    metrics = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert main([*line[:3], "pick,unknown_task", *line[4:]]) == 2
     assert "there is no task unknown_task" in capsys.readouterr().err
 
@@ -74,8 +74,8 @@ def test_a_local_task_runs_from_the_command_line(tmp_path, capsys, monkeypatch):
         for each in QUESTIONS
     ]
     right = [row.index(max(row)) == each["answer"] for row, each in zip(scores, QUESTIONS, strict=True)]
-    assert found["pick"]["acc,none"] == sum(right) / len(right)
+    assert metrics["pick"]["acc,none"] == sum(right) / len(right)
     texts = [each["question"] for each in QUESTIONS]
     words = sum(len(text.split()) for text in texts)
     total = sum(model.loglikelihood_rolling([request(text)])[0] for text in texts)
-    assert found["read"]["word_perplexity,none"] == pytest.approx(math.exp(-total / words), rel=1e-6)
+    assert metrics["read"]["word_perplexity,none"] == pytest.approx(math.exp(-total / words), rel=1e-6)

@@ -71,7 +71,7 @@ class Companions:
         """The config.json of an export without its dtype, and the file that already is this one.
 
         Args:
-            model_config: of the exported weights.
+            model_config: configuration of the exported model.
             written: the entries that nanotrain writes.
         """
         raw = _read_origin(self.origin)
@@ -118,10 +118,10 @@ class Companions:
             write_text(folder / GENERATION_FILE, json.dumps(dict(tokens), indent=2, sort_keys=True) + "\n")
 
 
-def is_same_tokenizer(one: Path, other: Path) -> bool:
+def is_same_tokenizer(first: Path, second: Path) -> bool:
     """Whether both encode alike: tokenizer.json is the same except for formatting and what nanotrain does not use."""
     contents = []
-    for source in (one, other):
+    for source in (first, second):
         try:
             file = source if source.is_file() else source / "tokenizer.json"
             tokenizer = tokenizers.Tokenizer.from_buffer(read_file(file, most=MAX_TOKENIZER_BYTES))

@@ -45,13 +45,13 @@ def export_weights(
     """Write a model as a Hugging Face folder.
 
     Args:
-        folder: created if absent; must be empty.
-        model_config: of the model, its vocabulary size set.
+        folder: the folder to write, created if absent; must be empty.
+        model_config: configuration of the model, its vocabulary size set.
         tensors: (parameter name, full tensor with padding) in any order, each parameter once. A lazy stream is read
             one by one, so at most about one file is in memory.
-        dtype: of the written weights, "fp32", "bf16" or "fp16".
+        dtype: dtype of the written weights, "fp32", "bf16" or "fp16".
         family: a key of FAMILIES; None selects that of the model's origin, else the first that can represent the model.
-        companions: where tokenizer, generation_config.json and config.json come from.
+        companions: sources of tokenizer, generation_config.json and config.json.
 
     Returns:
         The family written.

@@ -173,7 +173,7 @@ def check_against(from_hf: ModelConfig, configured: ModelConfig, *, explicit: fr
     """The model to train from a pretrained checkpoint: its own, with the free fields as configured.
 
     Args:
-        from_hf: what config.json describes.
+        from_hf: configuration that config.json describes.
         configured: the model section of the configuration.
         explicit: keys of the section ("moe.router_topk") set on the command line; config.json overrides the others.
 

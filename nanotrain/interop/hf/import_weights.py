@@ -34,7 +34,7 @@ def import_weights(folder: Path, model_config: ModelConfig, *, wanted: Mapping[T
     """Read boxes of parameters from a Hugging Face folder.
 
     Args:
-        model_config: as read by `model_from_hf`.
+        model_config: configuration of the model, as `model_from_hf` reads it.
         wanted: boxes of parameters -> tensors of the same shapes, any dtype or device; filled in place. Rows of the
             vocabulary's padding become zero.
 
@@ -74,7 +74,7 @@ def import_hf(folder: Path, output: Path) -> str:
     """Write the weights of a Hugging Face folder in fp32 as a checkpoint; returns a summary line.
 
     Args:
-        folder: config.json and weights.
+        folder: the folder with config.json and weights.
         output: the step folder to write; must not exist or be empty.
 
     Raises:
@@ -105,20 +105,20 @@ def _check(
     expected = tensor_shapes(mappings)
     # Files often contain a tied head as well.
     needless = {*needless, *(["lm_head.weight"] if "head.weight" not in mappings else [])}
-    found = {
+    present = {
         name: shape
         for name, shape in files.shapes.items()
         if not name.endswith(tuple(family.ignored)) and name not in needless - expected.keys()
     }
     if family.ignores_later_layers:
-        found = {name: shape for name, shape in found.items() if not _is_later_layer(name, expected)}
+        present = {name: shape for name, shape in present.items() if not _is_later_layer(name, expected)}
     complaints = []
-    for label, shapes, others in (("missing", expected, found), ("unknown", found, expected)):
+    for label, shapes, others in (("missing", expected, present), ("unknown", present, expected)):
         if names := sorted(shapes.keys() - others.keys()):
             complaints.append(f"{label}: {_listed([f'{name} {list(shapes[name])}' for name in names])}")
-    wrong = [name for name in sorted(expected.keys() & found.keys()) if expected[name] != found[name]]
+    wrong = [name for name in sorted(expected.keys() & present.keys()) if expected[name] != present[name]]
     if wrong:
-        texts = [f"{name} is {list(found[name])} and should be {list(expected[name])}" for name in wrong]
+        texts = [f"{name} is {list(present[name])} and should be {list(expected[name])}" for name in wrong]
         complaints.append(f"mis-shaped: {_listed(texts)}")
     if complaints:
         raise HuggingFaceError(

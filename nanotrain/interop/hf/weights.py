@@ -62,9 +62,9 @@ class WeightFiles:
     """All weights of a Hugging Face folder; the prefix is added to names without it, except that of the head.
 
     Args:
-        folder: with the files.
-        prefix: of the family.
-        block_size: of fp8 weights, from `fp8_block_size`.
+        folder: the folder with the files.
+        prefix: prefix of the names of the family.
+        block_size: rows and columns of a block of fp8 weights, from `fp8_block_size`.
 
     Raises:
         HuggingFaceError: no weights, or a missing or damaged file.

@@ -23,15 +23,15 @@ def test_logits_and_every_gradient_are_those_of_transformers(name: str, tmp_path
     theirs.save_pretrained(tmp_path)
     ours = load(tmp_path)
 
-    expected = theirs(batch.tokens).logits
-    torch.testing.assert_close(ours.logits(batch.tokens), expected, rtol=0, atol=1e-5)
+    logits = theirs(batch.tokens).logits
+    torch.testing.assert_close(ours.logits(batch.tokens), logits, rtol=0, atol=1e-5)
 
-    each = F.cross_entropy(expected.flatten(0, 1), batch.labels.flatten(), reduction="none")
-    loss = (each * batch.loss_mask.flatten()).sum()
-    found = ours(None, BatchContext(batch))
-    torch.testing.assert_close(found, loss, rtol=1e-5, atol=0)
-    (loss / 40).backward()
-    (found / 40).backward()
+    each = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
+    expected = (each * batch.loss_mask.flatten()).sum()
+    actual = ours(None, BatchContext(batch))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
+    (expected / 40).backward()
+    (actual / 40).backward()
     gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}
     family = FAMILIES[family_of(ours.model_config, name=theirs.config.model_type)]
     naming = family.namings[-1]  # of transformers 5: experts are fused in memory
@@ -60,9 +60,9 @@ def test_import_then_export_is_the_identity_to_the_bit(name: str, tmp_path: Path
 
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(back) is type(theirs)
-    expected, found = tensors_of(theirs), tensors_of(back)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    expected, actual = tensors_of(theirs), tensors_of(back)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
     batch = random_batch()
     assert torch.equal(back(batch.tokens).logits, theirs(batch.tokens).logits)
     again = load(tmp_path / "out")
@@ -75,8 +75,8 @@ def test_sharded_bf16_files_load_alike(name: str, tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path / "one")
     theirs.save_pretrained(tmp_path / "many", max_shard_size="10KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
-    one, found = tensors_of(load(tmp_path / "one")), tensors_of(load(tmp_path / "many"))
-    assert all(torch.equal(found[key], one[key]) for key in one)
+    expected, actual = tensors_of(load(tmp_path / "one")), tensors_of(load(tmp_path / "many"))
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
@@ -89,8 +89,8 @@ def test_files_of_the_bare_transformer_and_old_buffers_load(name: str, tmp_path:
     (tmp_path / "bare").mkdir()
     theirs.config.save_pretrained(tmp_path / "bare")
     save_file(state, tmp_path / "bare" / "model.safetensors")
-    expected, found = tensors_of(load(tmp_path / "whole")), tensors_of(load(tmp_path / "bare"))
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    expected, actual = tensors_of(load(tmp_path / "whole")), tensors_of(load(tmp_path / "bare"))
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 def test_ten_steps_of_adamw_on_the_same_weights_give_the_same_losses(tmp_path: Path) -> None:

@@ -18,14 +18,14 @@ def test_settings_without_effect_make_no_difference() -> None:
 
 
 def test_settings_with_effect_do() -> None:
-    for one, other in (
+    for model, changed in (
         (LLAMA, replace(LLAMA, rotary_percent=0.5)),
         (LLAMA, replace(LLAMA, softmax_scale=0.3)),
         (LLAMA3, replace(LLAMA3, rope_scaling_factor=2.0)),
         (YARN, replace(YARN, yarn=replace(YARN.yarn, mscale=0.3))),
         (YARN, replace(YARN, position_embedding_type="rope")),
     ):
-        assert canonical(one) != canonical(other)
+        assert canonical(model) != canonical(changed), changed
 
 
 @pytest.mark.parametrize("key", ["moe.aux_loss_coeff", "moe.router_bias_update_rate"])

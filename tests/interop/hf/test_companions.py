@@ -26,28 +26,28 @@ def test_another_model_or_tokenizer_keeps_what_still_holds(tmp_path: Path) -> No
     import_hf(source, checkpoint)
 
     export_checkpoint(checkpoint, tmp_path / "half", dtype="fp16")
-    found = json.loads((tmp_path / "half" / "config.json").read_text())
+    written = json.loads((tmp_path / "half" / "config.json").read_text())
     left = {key: value for key, value in raw.items() if key not in ("quantization_config", "auto_map")}
-    assert found == left | {"dtype": "float16"}  # no code is copied, and nothing is quantized
+    assert written == left | {"dtype": "float16"}  # no code is copied, and nothing is quantized
 
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "tokenizer.json").write_text('{"added_tokens": [{"id": 9, "content": "<stop>"}]}')
     (tmp_path / "other" / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
     export_checkpoint(checkpoint, tmp_path / "retokenized", tokenizer=tmp_path / "other")
-    found = json.loads((tmp_path / "retokenized" / "config.json").read_text())
-    assert found["eos_token_id"] == 9 and "pad_token_id" not in found
+    written = json.loads((tmp_path / "retokenized" / "config.json").read_text())
+    assert written["eos_token_id"] == 9 and "pad_token_id" not in written
     assert json.loads((tmp_path / "retokenized" / "generation_config.json").read_text()) == {"eos_token_id": 9}
 
     longer = raw | {"max_position_embeddings": 4096, "pad_token_id": 8}  # no longer the model of the checkpoint
     (source / "config.json").write_text(json.dumps(longer))
     export_checkpoint(checkpoint, tmp_path / "changed")
-    found = json.loads((tmp_path / "changed" / "config.json").read_text())
-    assert (found["max_position_embeddings"], found["pad_token_id"]) == (raw["max_position_embeddings"], 8)
+    written = json.loads((tmp_path / "changed" / "config.json").read_text())
+    assert (written["max_position_embeddings"], written["pad_token_id"]) == (raw["max_position_embeddings"], 8)
 
     shutil.rmtree(source)
     export_checkpoint(checkpoint, tmp_path / "lost", tokenizer=tmp_path / "other")
-    found = json.loads((tmp_path / "lost" / "config.json").read_text())
-    assert found["eos_token_id"] == 9 and "pad_token_id" not in found
+    written = json.loads((tmp_path / "lost" / "config.json").read_text())
+    assert written["eos_token_id"] == 9 and "pad_token_id" not in written
 
 
 def test_a_copy_of_the_tokenizer_beside_a_corpus_is_the_one_of_the_origin(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_model_trained_with_another_tokenizer_gets_none_of_the_origin(
     import_hf(source, tmp_path / "step-00000000")
     monkeypatch.setattr(checkpoint_module, "tokenizer_name", lambda checkpoint: name)
     export_checkpoint(tmp_path / "step-00000000", tmp_path / "out")
-    found = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert not found.keys() & set(SPECIAL_TOKENS)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not written.keys() & set(SPECIAL_TOKENS)
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert "config.json" in written and not written & {"tokenizer.json", "generation_config.json"}

@@ -104,15 +104,17 @@ def test_fp8_weights_are_multiplied_by_their_block_factors(tmp_path: Path) -> No
     theirs.save_pretrained(tmp_path)
     plain = tensors_of(load(tmp_path))
     meant = quantize(tmp_path, block=5)  # divides no matrix
-    found = tensors_of(load(tmp_path))
-    assert torch.equal(found["layers.1.mlp.experts.up.weight"][3], meant["model.layers.1.mlp.experts.3.up_proj.weight"])
+    actual = tensors_of(load(tmp_path))
+    assert torch.equal(
+        actual["layers.1.mlp.experts.up.weight"][3], meant["model.layers.1.mlp.experts.3.up_proj.weight"]
+    )
     rows = [*range(16), *range(16, 24, 2), *range(17, 24, 2)]  # compressed keys and values, then rotary channels
     assert torch.equal(
-        found["layers.0.attention.kv_down.weight"], meant["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"][rows]
+        actual["layers.0.attention.kv_down.weight"], meant["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"][rows]
     )
-    assert torch.equal(found["layers.0.attention_norm.weight"], plain["layers.0.attention_norm.weight"])
-    changed = [name for name in plain if not torch.equal(plain[name], found[name])]
-    assert changed and all((plain[name] - found[name]).abs().max() < 0.1 for name in changed)
+    assert torch.equal(actual["layers.0.attention_norm.weight"], plain["layers.0.attention_norm.weight"])
+    changed = [name for name in plain if not torch.equal(plain[name], actual[name])]
+    assert changed and all((plain[name] - actual[name]).abs().max() < 0.1 for name in changed)
 
 
 def test_another_quantization_is_refused(tmp_path: Path) -> None:

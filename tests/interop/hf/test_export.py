@@ -54,10 +54,10 @@ def test_bf16_weights_are_the_rounded_ones(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert back.dtype is torch.bfloat16
-    found = dict(load(tmp_path).named_parameters())
+    loaded = dict(load(tmp_path).named_parameters())
     for name, tensor in tensors_of(stage):
         real = tensor[:131] if name == "embedding.word.weight" else tensor
-        assert torch.equal(found[name][: len(real)], real.bfloat16().float())
+        assert torch.equal(loaded[name][: len(real)], real.bfloat16().float())
 
 
 def test_whoever_may_read_the_config_may_read_the_weights(tmp_path: Path) -> None:

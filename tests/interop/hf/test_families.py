@@ -44,13 +44,13 @@ def test_every_config_of_transformers_is_read_as_transformers_reads_ours(name: s
     if model.use_rope_scaling:
         assert back.rope_parameters == LLAMA3_ROPE
     if model.position_embedding_type == "yarn":
-        found = back.rope_parameters.get("full_attention", back.rope_parameters)
+        actual = back.rope_parameters.get("full_attention", back.rope_parameters)
         expected = (
             {**FAMILIES["gpt_oss"].defaults["rope_parameters_of_none"], "rope_theta": 150000.0}
             if family == "GptOss"
             else YARN
         )
-        assert expected.items() <= found.items()
+        assert expected.items() <= actual.items()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -42,8 +42,8 @@ def test_any_flat_range_of_any_parameter_is_read_as_its_boxes(gpt2: Path, data: 
     wanted = {TensorBox(name, tuple(whole.shape), box): torch.full(box.shape, float("nan")) for box in boxes}
     import_weights(gpt2, model_from_hf(gpt2), wanted=wanted)
     # Then they are that range; the rows that pad the vocabulary are zero.
-    found = torch.cat([tensor.flatten() for tensor in wanted.values()]) if wanted else torch.empty(0)
-    assert torch.equal(found, whole.flatten()[start:stop])
+    values = torch.cat([tensor.flatten() for tensor in wanted.values()]) if wanted else torch.empty(0)
+    assert torch.equal(values, whole.flatten()[start:stop])
     assert name != "embedding.word.weight" or not whole[131:].any()
 
 

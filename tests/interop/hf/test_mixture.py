@@ -55,12 +55,12 @@ def test_every_parameter_is_the_one_transformers_holds(name: str, tmp_path: Path
     theirs = reference(name)
     theirs.save_pretrained(tmp_path)
     model = model_from_hf(tmp_path)
-    held, found = dict(theirs.named_parameters()), read_whole(tmp_path, model)
+    expected, imported = dict(theirs.named_parameters()), read_whole(tmp_path, model)
     mappings = map_parameters(model, FAMILIES[family_of(model)].namings[-1])
-    assert {tensor for mapping in mappings.values() for tensor in mapping.tensor_shapes} == held.keys()
+    assert {tensor for mapping in mappings.values() for tensor in mapping.tensor_shapes} == expected.keys()
     for key, mapping in mappings.items():
         (piece,) = mapping.slices(Box.full(mapping.shape))
-        assert torch.equal(found[key], held[piece.tensor][piece.stored.slices()])
+        assert torch.equal(imported[key], expected[piece.tensor][piece.stored.slices()])
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -70,9 +70,9 @@ def test_import_then_export_is_the_identity_to_the_bit(name: str, tmp_path: Path
     model = model_from_hf(tmp_path / "in")
     family = export_weights(tmp_path / "out", model, tensors=read_whole(tmp_path / "in", model).items())
     assert family == theirs.config.model_type
-    expected, found = (load_file(tmp_path / side / "model.safetensors") for side in ("in", "out"))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    expected, exported = (load_file(tmp_path / side / "model.safetensors") for side in ("in", "out"))
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[key], expected[key]) for key in expected)
 
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(back) is type(theirs)
@@ -89,8 +89,8 @@ def test_fused_experts_load_alike(name: str, tmp_path: Path) -> None:
     apart = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}  # tied ones share their memory
     save_file(apart, tmp_path / "fused" / "model.safetensors")
     model = model_from_hf(tmp_path / "apart")
-    expected, found = read_whole(tmp_path / "apart", model), read_whole(tmp_path / "fused", model)
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    apart, fused = read_whole(tmp_path / "apart", model), read_whole(tmp_path / "fused", model)
+    assert all(torch.equal(fused[key], apart[key]) for key in apart)
 
 
 def test_only_the_experts_that_a_rank_holds_are_read(tmp_path: Path) -> None:
@@ -130,8 +130,8 @@ def test_any_flat_range_of_stacked_experts_is_read_as_its_boxes(qwen: Path, data
     boxes = flat_range_to_boxes(whole[name].shape, start=start, stop=stop)
     wanted = {TensorBox(name, tuple(whole[name].shape), box): torch.full(box.shape, float("nan")) for box in boxes}
     import_weights(qwen, model, wanted=wanted)
-    found = torch.cat([tensor.flatten() for tensor in wanted.values()]) if wanted else torch.empty(0)
-    assert torch.equal(found, whole[name].flatten()[start:stop])
+    values = torch.cat([tensor.flatten() for tensor in wanted.values()]) if wanted else torch.empty(0)
+    assert torch.equal(values, whole[name].flatten()[start:stop])
 
 
 def test_the_published_layout_is_read() -> None:
@@ -157,7 +157,7 @@ def test_the_coefficient_of_a_recipe_is_the_published_one_in_transformers_defini
     pooled = load_balancing_loss_func((logits,) * model.num_layers, 8, model.moe.router_topk)
     ids = logits.topk(model.moe.router_topk).indices
     tokens = count_tokens(ids[None], num_experts=8, sequence=Group.single_rank("tp_cp"))
-    one = balance_loss(logits.softmax(-1)[None], tokens, topk=model.moe.router_topk, num_tokens=64)
+    loss = balance_loss(logits.softmax(-1)[None], tokens, topk=model.moe.router_topk, num_tokens=64)
     torch.testing.assert_close(
-        published * pooled, model.moe.aux_loss_coeff[0] * model.num_layers * one, rtol=1e-5, atol=0
+        published * pooled, model.moe.aux_loss_coeff[0] * model.num_layers * loss, rtol=1e-5, atol=0
     )

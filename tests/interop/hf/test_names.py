@@ -88,13 +88,13 @@ def test_a_box_written_slice_by_slice_reads_back(mapping: TensorMapping, data: s
     # when any box of it is read,
     bounds = [sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2))) for size in mapping.shape]
     box = Box(tuple(start for start, _ in bounds), tuple(stop for _, stop in bounds))
-    found = torch.full(box.shape, float("nan"))
+    actual = torch.full(box.shape, float("nan"))
     parts = list(mapping.slices(box))
     for part in parts:
         values = stored[part.tensor][part.stored.slices()]
-        found[part.box.within(box).slices()] = part.as_parameter(values)
+        actual[part.box.within(box).slices()] = part.as_parameter(values)
     # then it is that box, and no other tensor was read.
-    assert torch.equal(found, parameter[box.slices()])
+    assert torch.equal(actual, parameter[box.slices()])
     if mapping.rows is None:
         assert len(parts) == (box.shape[0] if "{expert}" in mapping.tensor else 1)
     assert sum(part.stored.numel for part in parts) == box.numel

@@ -81,11 +81,11 @@ def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_folder(out: Path, source: Path) -> None:
     """Assert that names, dtypes and bytes of all tensors are equal, and all other files but the model card."""
-    expected, found = stored_tensors(source), stored_tensors(out)
-    assert found.keys() == expected.keys()
+    expected, actual = stored_tensors(source), stored_tensors(out)
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
-        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert actual[name].dtype == tensor.dtype and actual[name].shape == tensor.shape, name
+        assert torch.equal(actual[name].view(torch.uint8), tensor.view(torch.uint8)), name
     for file in ("config.json", *TOKENIZER):
         assert (out / file).read_bytes() == (source / file).read_bytes(), file
 
