@@ -161,8 +161,8 @@ def test_a_loss_scale_changes_no_update_and_halves_at_an_overflow(ctx):
         param.data.copy_(dict(scaled.stage.named_parameters())[name])
     # Given gradients that fp16 holds exactly, scaled or not,
     grads = {name: torch.full(shape, 2.0**-6) for name, shape in zip(NAMES, SHAPES, strict=True)}
-    one, other = plain.step(grads), scaled.step(grads)
-    assert one.grad_norm == other.grad_norm
+    unscaled_update, scaled_update = plain.step(grads), scaled.step(grads)
+    assert unscaled_update.grad_norm == scaled_update.grad_norm
     for mine, theirs in zip(
         plain.optimizer.state_tensors().values(), scaled.optimizer.state_tensors().values(), strict=True
     ):
@@ -250,7 +250,7 @@ def test_saved_boxes_cover_every_element_once_and_load_in_another_layout(strateg
         f"{kind}/{name}" for kind in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq") for name in NAMES
     }
     _, state, after_third = saved[0]
-    assert all(other == state for _, other, _ in saved)
+    assert all(state_of_rank == state for _, state_of_rank, _ in saved)
     # when two ranks in another strategy, with other buckets, read it and take the third step,
     for other_strategy in RESIDENT_STRATEGIES:
         resumed = run_ranks(2, go_on_from, other_strategy, merged, state, 1000, strategy="optim")

@@ -62,7 +62,7 @@ def train(ctx: ParallelContext, strategy: str, *, precision: Precision, outer: b
         parallel.wait_for_params()
     weights = {name: param.detach().float().clone() for name, param in stage.named_parameters()}
     results = (optimizer.grad_tensors(), optimizer.state_tensors())
-    return [*({box: view.float().clone() for box, view in found.items()} for found in results), weights]
+    return [*({box: view.float().clone() for box, view in tensors.items()} for tensors in results), weights]
 
 
 def variants_on_rank(ctx, params, num_instances):
@@ -72,15 +72,15 @@ def variants_on_rank(ctx, params, num_instances):
             Precision(params, grads=params),
             *([Precision(params, grads=BF16, main_grads=BF16)] * (params is BF16)),
         ]
-    found = {}
+    results = {}
     for strategy, precision, outer, options in product(
         ("no_shard", "optim", "optim_grads"), dtypes, (False, True)[:num_instances], OPTIONS
     ):
         if outer and strategy == "no_shard" or options.get("keeps_full_grads") and strategy != "optim":
             continue
         key = f"{strategy} {precision.grads} {precision.main_grads} outer={outer} {options}"
-        found[key] = train(ctx, strategy, precision=precision, outer=outer, options=options)
-    return found
+        results[key] = train(ctx, strategy, precision=precision, outer=outer, options=options)
+    return results
 
 
 def assembled(states: list[dict]) -> State:

@@ -100,15 +100,15 @@ def test_every_decay_style_of_wsd_has_a_formula():
 @given(st.sampled_from(list(LR_DECAYS)), st.integers(0, 2 * TOTAL * BATCH))
 def test_the_schedule_does_not_depend_on_the_batch_size(style, consumed):
     # Given the same lengths in samples, in half as many steps of twice the batch,
-    one = curve(style, lr_wsd_decay_iters=WSD_LENGTH)
-    other = curve(
+    schedule = curve(style, lr_wsd_decay_iters=WSD_LENGTH)
+    with_twice_the_batch = curve(
         style,
         batch=2 * BATCH,
         train_iters=TOTAL // 2,
         lr_warmup_iters=WARMUP // 2,
         lr_wsd_decay_iters=WSD_LENGTH // 2,
     )
-    assert one.lr_at(consumed) == pytest.approx(other.lr_at(consumed))
+    assert schedule.lr_at(consumed) == pytest.approx(with_twice_the_batch.lr_at(consumed))
 
 
 @given(st.sampled_from(list(LR_DECAYS)), st.integers(0, 2 * TOTAL * BATCH))

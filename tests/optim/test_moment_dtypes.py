@@ -122,12 +122,12 @@ def train_sharded(ctx: ParallelContext, precision: Precision) -> dict[str, dict[
     ids=str,
 )
 def test_every_strategy_trains_alike_and_allocates_what_is_planned(precision):
-    one = run_ranks(2, train_sharded, precision, strategy="optim")[0]
+    weights_of = run_ranks(2, train_sharded, precision, strategy="optim")[0]
     exact = run_ranks(2, train_sharded, Precision(precision.params), strategy="optim")[0]
-    for strategy, weights in one.items():
+    for strategy, weights in weights_of.items():
         for name, weight in weights.items():
             # scales are per block of a shard, so shards of another size round moments otherwise
-            torch.testing.assert_close(weight, one["no_shard"][name], rtol=2**-7, atol=2e-3)
+            torch.testing.assert_close(weight, weights_of["no_shard"][name], rtol=2**-7, atol=2e-3)
             torch.testing.assert_close(weight, exact[strategy][name], rtol=2**-6, atol=2e-2)
 
 

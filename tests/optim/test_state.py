@@ -47,7 +47,7 @@ def test_parts_cover_the_shard_in_order_and_hold_every_range_of_their_kind(num_s
         for shard in range(num_shards):
             parts = split_shard(bucket.update_ranges(shard), bucket.shard_numel, rule=rule)
             assert parts[0].start == 0 and parts[-1].stop == bucket.shard_numel
-            assert all(one.stop == other.start for one, other in zip(parts, parts[1:], strict=False))
+            assert all(part.stop == following.start for part, following in zip(parts, parts[1:], strict=False))
             assert tuple(r for part in parts for r in part.ranges) == bucket.update_ranges(shard)
             for part in parts:
                 assert all(part.start <= r.start and r.elements.stop <= part.stop for r in part.ranges)
@@ -68,15 +68,19 @@ def test_a_fraction_of_every_shard_is_on_the_host(num_shards, fraction, name):
         parts = split_shard(ranges, bucket.shard_numel, rule=rule, host_fraction=fraction)
         assert sum(part.numel for part in parts if part.on_host) == int(fraction * bucket.shard_numel)
         assert parts[0].start == 0 and parts[-1].stop == bucket.shard_numel
-        assert all(one.stop == other.start for one, other in zip(parts, parts[1:], strict=False))
+        assert all(part.stop == following.start for part, following in zip(parts, parts[1:], strict=False))
         assert sum(r.numel for part in parts for r in part.ranges) == sum(r.numel for r in ranges)
 
 
 def test_ranges_are_clipped():
     (bucket, *_) = buckets(1)
-    one, other, *_ = bucket.update_ranges(0)
-    (clipped,) = clip_ranges([one, other], start=other.start + 3, stop=other.stop - 2)
-    assert (clipped.param, clipped.param_start, clipped.numel) == (other.param, other.param_start + 3, other.numel - 5)
+    first, second, *_ = bucket.update_ranges(0)
+    (clipped,) = clip_ranges([first, second], start=second.start + 3, stop=second.stop - 2)
+    assert (clipped.param, clipped.param_start, clipped.numel) == (
+        second.param,
+        second.param_start + 3,
+        second.numel - 5,
+    )
 
 
 def test_bytes_by_rule_and_dtype():
@@ -132,7 +136,7 @@ def test_fp32_ranges_are_views():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_chunks_are_converted_and_stored_again(dtype, monkeypatch):
     monkeypatch.setattr("nanotrain.optim.state.CHUNK_NUMEL", SCALE_BLOCK)
-    state, one = build(dtype), build(dtype)
+    state, unchanged = build(dtype), build(dtype)
     assert list(state.chunks()) == [(i * SCALE_BLOCK, (i + 1) * SCALE_BLOCK) for i in range(3)]
     before = {name: stored.read().clone() for name, stored in state.stored.items()}
     for start, stop in state.chunks():
@@ -146,7 +150,7 @@ def test_chunks_are_converted_and_stored_again(dtype, monkeypatch):
     state.copy_main_to_model_params()
     assert torch.equal(state.model_params, (2 * before["model"]).bfloat16())
     with pytest.raises(AssertionError, match="changes of copies"):
-        one.ranges()
+        unchanged.ranges()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -210,9 +214,11 @@ def test_a_bucket_without_other_replicas_is_one_tensor_of_the_norm() -> None:
 def test_of_ranks_that_update_the_same_part_the_first_adds_to_the_norm_and_each_saves_a_part(rank: int) -> None:
     first, second = states_of(rank, (0, 2)), states_of(rank, (1, 2))
     assert not [grads for state in second for grads in state.grads_for_norm()]
-    for one, other in zip(first, second, strict=True):
-        boxes = [box for state in (one, other) for box, _ in state.grad_tensors(state.ranges_to_save)]
-        num_expected = sum(part.numel for part in one.bucket.update_ranges if part.param.is_first_replica)
+    for first_replica, second_replica in zip(first, second, strict=True):
+        boxes = [
+            box for state in (first_replica, second_replica) for box, _ in state.grad_tensors(state.ranges_to_save)
+        ]
+        num_expected = sum(part.numel for part in first_replica.bucket.update_ranges if part.param.is_first_replica)
         assert len(boxes) == len(set(boxes)) and sum(box.box.numel for box in boxes) == num_expected
 
 

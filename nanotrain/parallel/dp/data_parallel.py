@@ -68,7 +68,7 @@ class DataParallel:
         groups: the shard and replicate groups.
         options: strategy and overlap.
         precision: dtypes of parameters and gradients.
-        device: where the buffers are allocated.
+        device: device of the buffers.
     """
 
     def __init__(

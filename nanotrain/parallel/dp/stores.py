@@ -36,10 +36,10 @@ class ParamStore:
     Updated parts are collected in `shard` across instances (`start_across`), then shards in `full` inside an instance.
 
     Args:
-        full: [numel] the bucket.
+        full: [numel] parameters of the bucket.
         groups: groups of the bucket.
         shard: [shard_numel] this rank's shard, by default its part of `full`.
-        update: [update_numel] what this rank's optimizer writes, by default its part of `shard`.
+        update: [update_numel] elements that this rank's optimizer writes, by default its part of `shard`.
     """
 
     apart: Tensor | None = None  # [numel] parameters gathered outside `full`
@@ -116,9 +116,9 @@ class PooledParams(ShardedParams):
 
     Args:
         full: [numel] view of the block.
-        stores: groups, shard and update as for `ShardedParams`.
         unit: FSDP unit of the bucket.
         users: units and buckets that use the block at the moment, shared by its buckets.
+        stores: groups, shard and update as for `ParamStore`.
     """
 
     def __init__(self, full: Tensor, *, unit: str, users: set[tuple[str, int]], **stores: Any) -> None:
@@ -267,10 +267,10 @@ def build_params(
 
     Args:
         layout: layout of the buffers.
-        param_buffer: [numel], or this rank's shard of it where parameters are sharded.
+        param_buffer: [numel] parameters, or this rank's shard of them where they are sharded.
         groups: groups of the buckets.
         options: strategy, and memory of gathered units.
-        update_buffer: what this rank updates, apart from the parameters; None where it is a part of these.
+        update_buffer: elements that this rank updates, in a tensor of their own; None for a part of the parameters.
     """
     numels = [bucket.update_numel for bucket in layout.buckets]
     updates = [None] * len(numels) if update_buffer is None else update_buffer.split(numels)

@@ -176,7 +176,7 @@ def errors(ctx: ParallelContext) -> dict[str, float]:
     """Largest errors against the fp64 sum, relative to the sum of magnitudes."""
     group = ctx.group("dp_shard")
     magnitude = shard_of(sum(grads_of(rank).abs() for rank in range(group.size)), group)
-    found = {}
+    error_of = {}
     for name, dtype, options in (
         ("fp32", torch.float32, {}),
         ("bf16", torch.bfloat16, {}),
@@ -185,19 +185,19 @@ def errors(ctx: ParallelContext) -> dict[str, float]:
         ("fp16 all-to-all", torch.float16, {"by_all_to_all": True}),
     ):
         got, exact, rounded = reduced(ctx, dtype, **options)
-        found[name] = ((got - exact).abs() / magnitude).max().item()
+        error_of[name] = ((got - exact).abs() / magnitude).max().item()
         if options.get("by_all_to_all"):
             assert torch.equal(got, rounded.float().to(dtype).double()), "rounded more than once"
-    return found
+    return error_of
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_error_of_a_reduction_is_that_of_its_precision(size: int) -> None:
-    for found in run_ranks(size, errors, strategy="optim"):
-        assert found["fp32"] < size * 2 * FP32
-        assert 100 * found["fp32"] < found["bf16"] < 2 * BF16  # one rounding of every input, one of the sum
-        assert found["bf16 all-to-all"] < 2 * BF16 and found["fp16 all-to-all"] < 2 * FP16
-        assert found["bf16 all-reduce"] < (size + 1) * BF16  # rounded after every addition
+    for error_of in run_ranks(size, errors, strategy="optim"):
+        assert error_of["fp32"] < size * 2 * FP32
+        assert 100 * error_of["fp32"] < error_of["bf16"] < 2 * BF16  # one rounding of every input, one of the sum
+        assert error_of["bf16 all-to-all"] < 2 * BF16 and error_of["fp16 all-to-all"] < 2 * FP16
+        assert error_of["bf16 all-reduce"] < (size + 1) * BF16  # rounded after every addition
 
 
 def shards_summed_everywhere(ctx: ParallelContext) -> None:

@@ -209,9 +209,9 @@ def wrap_alone(strategy: str, *, overlap: bool = False, dtype: torch.dtype = tor
 def held_bytes() -> int:
     """Bytes of all tensor storage reachable from Python and allocated after `gc.freeze`."""
     storages = {}
-    for found in gc.get_objects():
-        if type(found) in (torch.Tensor, nn.Parameter):
-            storage = found.untyped_storage()
+    for tensor in gc.get_objects():
+        if type(tensor) in (torch.Tensor, nn.Parameter):
+            storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
@@ -267,8 +267,8 @@ def test_a_forward_pass_waits_for_the_parameters_of_its_unit_only(ctx):
         # then the unit's weight is complete, half of its bucket from either rank,
         (bucket,) = [b for b in parallel.buckets for entry in b.layout.params if entry.name == f"{name}.weight"]
         assert not bucket.params.gathers
-        one, two = bucket.params.full.chunk(2)
-        assert (one == 1).all() and (two == 2).all()
+        of_rank_0, of_rank_1 = bucket.params.full.chunk(2)
+        assert (of_rank_0 == 1).all() and (of_rank_1 == 2).all()
     # and a step without a forward of a unit waits for its parameters before the optimizer updates them.
     parallel.start_param_gather()
     parallel.begin_step()

@@ -124,12 +124,12 @@ def test_the_params_of_a_layout_are_in_registration_order():
 def test_update_ranges_are_the_param_ranges_in_a_shard():
     # Given the worked example, of which each rank owns half of each bucket: 192 and 128 elements,
     first, second = plan_layout(params((100,), (50,), (300,)), LayoutRules(num_shards=2, bucket_size=128)).buckets
-    found = [
+    ranges = [
         [(part.name, part.start, part.param_start, part.numel) for part in bucket.update_ranges(rank)]
         for bucket in (first, second)
         for rank in (0, 1)
     ]
-    assert found == [
+    assert ranges == [
         [("p2", 0, 0, 192)],
         [("p2", 0, 192, 108)],
         [("p1", 0, 0, 50), ("p0", 64, 0, 64)],
@@ -165,7 +165,7 @@ def test_params_are_in_reverse_order_aligned_and_disjoint(shapes, rules, tied):
     assert [entry.name for entry in ranges] == [param.spec.name for param in reversed(given_params)]
     assert all(entry.start % PARAM_ALIGNMENT == 0 for entry in ranges)
     assert all(entry.stop - entry.start == p.box.numel for entry, p in zip(ranges, reversed(given_params), strict=True))
-    assert all(one.stop <= other.start for one, other in pairwise(ranges))
+    assert all(before.stop <= after.start for before, after in pairwise(ranges))
 
 
 @given(shapes, rules)
@@ -231,5 +231,5 @@ def test_successive_units_are_gathered_into_blocks_that_do_not_overlap(sizes, nu
     units = [f"unit {number}" for number in range((len(sizes) + 1) // 2)]
     for first in range(len(units)):
         together = [entry for entry in placed if entry[0] in units[first : first + num_blocks]]
-        for one, other in combinations(together, 2):
-            assert one[1] != other[1] or one[3] <= other[2] or other[3] <= one[2], (one, other)
+        for (_, block, start, stop), (_, other_block, other_start, other_stop) in combinations(together, 2):
+            assert block != other_block or stop <= other_start or other_stop <= start, together

@@ -27,9 +27,9 @@ def pool_of(numel: int = NUMEL) -> GradPool:
 
 def test_full_size_storage_is_held_from_the_first_write_to_the_reduction_and_used_again():
     pool = pool_of(NUMEL + 64)
-    one, other = (TransientGrads(NUMEL, torch.zeros(NUMEL), pool=pool, groups=SINGLE) for _ in range(2))
+    first, second = (TransientGrads(NUMEL, torch.zeros(NUMEL), pool=pool, groups=SINGLE) for _ in range(2))
     # When two stores alternate,
-    for store in (one, other, one):
+    for store in (first, second, first):
         assert not store.holds_pooled
         assert store.full().numel() == NUMEL  # the pool's storage is as large as the largest bucket
         assert store.holds_pooled
@@ -37,8 +37,8 @@ def test_full_size_storage_is_held_from_the_first_write_to_the_reduction_and_use
         assert not store.holds_pooled
     # then one storage was enough; both at once need two.
     assert pool.num_allocated == 1
-    one.full()
-    other.full()
+    first.full()
+    second.full()
     assert pool.num_allocated == 2
 
 

@@ -141,10 +141,10 @@ def test_no_more_than_two_units_are_gathered(schedule: str | None, overlap: bool
 def test_weights_are_those_of_optim_grads_to_the_bit(model: dict[str, Any]) -> None:
     cases = [case_of(overlap=overlap, **model).but(parallel=options) for overlap, options in OPTIONS]
     reference = run_ranks(2, train_here, case_of("optim_grads", overlap=False, **model), strategy="optim_grads")
-    for one, outcomes in zip(reference, run_ranks(2, train_cases, cases, strategy=STRATEGY), strict=True):
-        for case, two in zip(cases, outcomes, strict=True):
-            assert one.losses == two.losses, case
-            assert all(torch.equal(one.weights[box], two.weights[box]) for box in one.weights), case
+    for expected, outcomes in zip(reference, run_ranks(2, train_cases, cases, strategy=STRATEGY), strict=True):
+        for case, actual in zip(cases, outcomes, strict=True):
+            assert expected.losses == actual.losses, case
+            assert all(torch.equal(expected.weights[box], actual.weights[box]) for box in expected.weights), case
 
 
 def test_units_are_gathered_again_where_a_backward_recomputes_several_layers() -> None:
@@ -153,9 +153,9 @@ def test_units_are_gathered_again_where_a_backward_recomputes_several_layers() -
     chunks = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3}
     cases = [case_of(overlap=on, **model).but(parallel=options, memory=chunks) for on, options in OPTIONS]
     reference = run_ranks(2, train_here, case_of("optim_grads", overlap=False, **model), strategy="optim_grads")
-    for one, outcomes in zip(reference, run_ranks(2, train_cases, cases, strategy=STRATEGY), strict=True):
-        for case, two in zip(cases, outcomes, strict=True):
-            assert all(torch.equal(one.weights[box], two.weights[box]) for box in one.weights), case
+    for expected, outcomes in zip(reference, run_ranks(2, train_cases, cases, strategy=STRATEGY), strict=True):
+        for case, actual in zip(cases, outcomes, strict=True):
+            assert all(torch.equal(expected.weights[box], actual.weights[box]) for box in expected.weights), case
     for (row,) in run_ranks(2, measure_options, cases[:1], threads=False, strategy=STRATEGY):
         assert 0 < row["peak"] <= row["units"]
 
