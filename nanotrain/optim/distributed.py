@@ -3,7 +3,7 @@
     bucket.grads.main   [--range--|gap|---range---|--range--]   summed gradients, fp32 or `--main-grads-dtype`
     main params         [--range--|gap|---range---|--range--]   the model param shard itself where the dtypes are equal
     state tensors       [--range--|gap|---range---|--range--]   exp_avg, exp_avg_sq, ... of the update rule
-    parts               [======== part ===========|== part =]   what is stored together, `parts.py`
+    parts               [======== part ===========|== part =]   elements that are stored together, `state.py`
 
 `step`: global norm of all shards -> skip if it is not finite, on every rank alike -> unscale and clip in one
 multiplication -> update the main params -> copy them to the model param shards. The caller then updates `average` and

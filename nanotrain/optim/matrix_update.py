@@ -63,9 +63,9 @@ class Route:
     """One all-to-all of parts of matrices.
 
     Args:
-        group: its ranks.
-        sends: what this rank sends to each rank.
-        receives: what it receives from each rank.
+        group: group of the all-to-all.
+        sends: slices that this rank sends to each rank.
+        receives: slices that it receives from each rank.
     """
 
     def __init__(self, group: Group | GroupSpec, *, sends: MatrixSlices, receives: MatrixSlices) -> None:
@@ -83,8 +83,8 @@ class Route:
         """Send `part(number, rank)` of every matrix; returns (number, received elements), ordered by sender.
 
         Args:
-            part: any shape, in the dtype of `like`.
-            like: an example for dtype and device.
+            part: function that returns a part of any shape, in the dtype of `like`.
+            like: example for dtype and device.
         """
         parts = [part(number, rank).reshape(-1) for rank, by in enumerate(self._sends) for number, _ in by]
         flat = torch.cat([like.new_empty(0), *parts])
@@ -148,9 +148,9 @@ class WholeMatrices:
         """Transform every matrix of the grid at its owner.
 
         Args:
-            piece: this rank's elements of a matrix, by number.
-            like: an example of a piece for dtype and device.
-            transform: full matrix and number -> full matrix.
+            piece: function that returns this rank's elements of a matrix, by number.
+            like: example of a piece for dtype and device.
+            transform: function of a full matrix and its number that returns a full matrix.
 
         Returns:
             Number and transformed elements of this rank's pieces.
@@ -192,9 +192,9 @@ class MatrixUpdate:
     """The matrices of the buffers that are sharded over the same ranks.
 
     Args:
-        layouts: layouts of these buffers.
+        layouts: layouts of the buffers.
         buckets: this rank's matrix parts of every bucket of the layouts, in order.
-        rule: the rule for matrices.
+        rule: rule for matrices.
         config: options of the rule.
         groups: groups of the grid.
     """
@@ -294,10 +294,10 @@ def grid_groups(
     """The grid of a buffer's ranks. In blockwise mode every tensor-parallel rank has a grid of its own.
 
     Args:
-        shard: the ranks that buckets are sharded over.
-        replicate: the optimizer instances.
+        shard: group that buckets are sharded over.
+        replicate: group of the optimizer instances.
         groups: groups of this rank.
-        config: the mode.
+        config: options with the mode of tensor-parallel matrices.
         shards_across: whether optimizer state is sharded across instances too.
     """
     name: GroupName = "etp" if shard.name.startswith("expert") else "tp"

@@ -35,10 +35,10 @@ class UpdateStep:
     """Hyperparameters of one step."""
 
     config: OptimConfig
-    number: Tensor  # fp32 scalar, of the update, from 1; used by bias correction
+    number: Tensor  # fp32 scalar, number of the update from 1, for bias correction
     lr: float  # learning rate
     decoupled_lr: float  # learning rate of the embedding and the output layer
-    weight_decay: float  # of the ranges to which it applies
+    weight_decay: float  # weight decay of the ranges to which it applies
     found_inf: Tensor  # fp32 scalar, 1 if the step is skipped, else 0
 
     @property
@@ -65,7 +65,7 @@ class MatrixRule:
     direction: Callable[[ParamRange, OptimConfig], Tensor]
     transform: Callable[[Tensor, OptimConfig], Tensor]  # of the whole matrix of directions, [rows, columns]
     scale: Callable[[Shape, OptimConfig], float]  # factor of the update of a matrix of this shape
-    flops: Callable[[Shape, OptimConfig], int]  # of `transform`
+    flops: Callable[[Shape, OptimConfig], int]  # FLOPs of `transform`
     dtype: Callable[[OptimConfig], torch.dtype]  # in which directions and transformed matrices are sent
     # the state tensor that, as a gradient, leaves the state unchanged; None if a gradient of zeros does
     momentum: str | None = None
@@ -87,8 +87,8 @@ class ParamGroup:
     """Ranges with the same hyperparameters."""
 
     ranges: list[ParamRange]
-    main_params: list[Tensor]  # of every range
-    grads: list[Tensor]  # of every range
+    main_params: list[Tensor]  # main params of every range
+    grads: list[Tensor]  # gradients of every range
     lr: float
     weight_decay: float
 

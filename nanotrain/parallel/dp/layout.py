@@ -151,7 +151,7 @@ class GatherBlocks:
     """Blocks of memory that the gathered units of a buffer share: unit after unit uses the next block."""
 
     numel: dict[str, int]  # elements of every block, by name
-    places: tuple[tuple[str, int], ...]  # per bucket: the name of its block and its first element in the block
+    places: tuple[tuple[str, int], ...]  # per bucket: name of its block and its first element in the block
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class RunnableStage:
 
     module: nn.Module
     callbacks: tuple[BackwardCallback, ...] = ()  # notified of its backwards
-    # of its linear layers; without it a backward for the input computes weight gradients as well
+    # queue of its linear layers; without it a backward for the input computes weight gradients as well
     wgrad_queue: WgradQueue | None = None
 
     @cached_property
@@ -72,8 +72,8 @@ class Pipeline:
 
     group: Group  # the pipeline ranks
     hidden_shape: tuple[int, ...]  # (B, S, H) of the hidden states between stages, as on this rank
-    dtype: torch.dtype  # of the hidden states and their gradients
-    device: torch.device  # of both
+    dtype: torch.dtype  # dtype of the hidden states and their gradients
+    device: torch.device  # device of both
     stop_point: StopPoint | None = None  # where a running step stops for a signal; None: nowhere
 
     @classmethod
@@ -102,7 +102,7 @@ def run_schedule(
         plan: plan of this rank.
         stages: stages of this rank, by global index.
         microbatches: microbatches on the device, passed to the stages as they are.
-        grad_scale: factor of the summed loss in what is differentiated; a scalar on the device if it is a tensor.
+        grad_scale: factor of the summed loss that is differentiated; a scalar on the device if it is a tensor.
         pipeline: pp group and shape of the transferred tensors.
 
     Returns:

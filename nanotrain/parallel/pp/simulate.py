@@ -22,10 +22,10 @@ from nanotrain.parallel.pp.actions import Action, ActionKind, Schedule
 class Costs:
     """Time per stage and microbatch, in any unit."""
 
-    forward: float = 1  # of F
-    backward: float = 2  # of B; I takes `backward - weight`
-    weight: float = 1  # of W
-    transfer: float = 0  # from one rank to another, overlapped with computation
+    forward: float = 1  # time of F
+    backward: float = 2  # time of B; I takes `backward - weight`
+    weight: float = 1  # time of W
+    transfer: float = 0  # time of a transfer between ranks, overlapped with computation
 
     def of(self, kind: ActionKind) -> float:
         """Time of one action."""
