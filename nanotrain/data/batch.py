@@ -132,24 +132,21 @@ def split_sequences(batch: Batch, length: int | None) -> Batch:
         batch: without labels of multi-token prediction.
         length: L, which divides S; None for S.
     """
-    parts = 1 if length is None else batch.tokens.shape[1] // length
-    if parts == 1:
+    if length is None or length == batch.tokens.shape[1]:
         return batch
+    parts = batch.tokens.shape[1] // length
     assert not batch.mtp, "labels of multi-token prediction end with a sequence"
 
     def split(tensor: Tensor) -> Tensor:
-        return tensor.reshape(-1, batch.tokens.shape[1] // parts)
+        return tensor.reshape(-1, length) if tensor.dim() == 2 else tensor.repeat_interleave(parts)
 
-    ids, positions, segments = batch.sample_ids, batch.position_ids, batch.segment_ids
+    sequences = batch._map(split)
+    ids, positions = sequences.sample_ids, sequences.position_ids
+    numbers = torch.arange(parts).repeat(batch.tokens.shape[0]) << SEQUENCE_BITS
     return replace(
-        batch,
-        tokens=split(batch.tokens),
-        labels=split(batch.labels),
-        loss_mask=split(batch.loss_mask),
-        position_ids=None if positions is None else _from_zero(split(positions)),
-        segment_ids=None if segments is None else split(segments),
-        sample_ids=None if ids is None else (ids[:, None] + (torch.arange(parts) << SEQUENCE_BITS)).flatten(),
-        source_ids=None if batch.source_ids is None else batch.source_ids.repeat_interleave(parts),
+        sequences,
+        position_ids=None if positions is None else _from_zero(positions),
+        sample_ids=None if ids is None else ids + numbers,
     )
 
 

@@ -14,7 +14,7 @@ from nanotrain.data.batch import SampleDataset
 from nanotrain.data.blend import BlendedDataset, StageBlend
 from nanotrain.data.corpus_info import recorded_tokenizer, require_same_tokenizer
 from nanotrain.data.data_path import WeightedPrefix, parse_data_path, split_documents
-from nanotrain.data.gpt import GPTDataset, GPTDatasetConfig, SyntheticDataset
+from nanotrain.data.gpt import GPTDataset, SyntheticDataset
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.errors import ConfigError, DataError, ErrorCollector
 from nanotrain.quantities import count_of
@@ -70,21 +70,15 @@ def build_data(
     """
     if data.mock_data:
         return DatasetSplits(*(SyntheticDataset(vocab_size, data.seq_length, seed + split) for split in range(3)))
-    config = GPTDatasetConfig(
-        seq_length=data.seq_length,
-        vocab_size=vocab_size,
-        seed=seed,
-        shuffle=data.shuffle,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-        eod_mask_loss=data.eod_mask_loss,
-    )
     parsed = [parse_data_path(_paths(data, name)) for name in SPLITS]
     require_same_tokenizer(entry.prefix for prefixes in parsed for entry in prefixes)
     built: dict[str, SampleDataset | None] = {}
     for split, name in enumerate(SPLITS):
         prefixes = parsed[split]
-        datasets = [_dataset(IndexedTokens(entry.prefix), data, split=split, config=config) for entry in prefixes]
+        datasets = [
+            _dataset(IndexedTokens(entry.prefix), data, split=split, vocab_size=vocab_size, seed=seed)
+            for entry in prefixes
+        ]
         if name in required:
             _check_samples(name, datasets, proportions=data.split)
             for dataset in datasets:
@@ -137,13 +131,13 @@ def _stage(datasets: Sequence[GPTDataset], data: DataConfig) -> BlendedDataset:
     return BlendedDataset(datasets, stages)
 
 
-def _dataset(corpus: IndexedTokens, data: DataConfig, *, split: int, config: GPTDatasetConfig) -> GPTDataset:
+def _dataset(corpus: IndexedTokens, data: DataConfig, *, split: int, vocab_size: int, seed: int) -> GPTDataset:
     """The part of a corpus that belongs to a split; all of it if the split has its own corpora."""
     documents = split_documents(corpus.num_documents, data.split)[split]
     if _has_own_splits(data):
         documents = range(corpus.num_documents)
     start, stop = corpus.document_start(documents.start), corpus.document_start(documents.stop)
-    return GPTDataset(corpus, start, stop, config)
+    return GPTDataset(corpus, start, stop, data, vocab_size=vocab_size, seed=seed)
 
 
 def _check_samples(name: str, datasets: Sequence[GPTDataset], *, proportions: str) -> None:

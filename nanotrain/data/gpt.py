@@ -15,11 +15,12 @@ A window crosses document boundaries. The `.idx` stores them, so no tokenizer is
 
 import hashlib
 import struct
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
 import numpy as np
 
+from nanotrain.config.config import DataConfig
 from nanotrain.data.batch import Sample
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.errors import DataError
@@ -29,26 +30,16 @@ _MASK64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
-class GPTDatasetConfig:
-    """How a token stream is split into samples."""
-
-    seq_length: int  # S, tokens per sample
-    vocab_size: int  # token ids must be in [0, vocab_size)
-    seed: int = 0  # key of the shuffle of every epoch
-    shuffle: bool = True  # visit the windows in a random order per epoch; off: in file order
-    reset_position_ids: bool = False  # count positions from the start of each document
-    reset_attention_mask: bool = False  # produce segment ids, so that attention stays inside a document
-    eod_mask_loss: bool = False  # mask the loss of predictions made from an end-of-document token
-
-
-@dataclass(frozen=True)
 class GPTDataset:
     """Samples from tokens [start, stop) of a corpus."""
 
     corpus: IndexedTokens  # the token files
     start: int  # stream offset of the first token of the split
     stop: int  # stream offset after its last token
-    config: GPTDatasetConfig  # how the tokens are split and shuffled
+    config: DataConfig  # sequence length S, shuffle, and what ends at a document
+    _: KW_ONLY
+    vocab_size: int  # token ids must be in [0, vocab_size)
+    seed: int = 0  # key of the shuffle of every epoch
 
     @property
     def samples_per_epoch(self) -> int:
@@ -64,7 +55,7 @@ class GPTDataset:
         config, seq_length = self.config, self.config.seq_length
         epoch, window = divmod(index, self.samples_per_epoch)
         if config.shuffle:
-            window = Permutation(self.samples_per_epoch, seed=config.seed, epoch=epoch)[window]
+            window = Permutation(self.samples_per_epoch, seed=self.seed, epoch=epoch)[window]
         first = self.start + window * seq_length
         ids = self.corpus.read(first, first + seq_length + 1).astype(np.int64)
         self._check_vocabulary(ids, first)
@@ -98,12 +89,12 @@ class GPTDataset:
         )
 
     def _check_vocabulary(self, ids: np.ndarray, first: int) -> None:
-        wrong = np.flatnonzero((ids < 0) | (ids >= self.config.vocab_size))
+        wrong = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
         if not wrong.size:
             return
         raise DataError(
             f"token id {ids[wrong[0]]} at position {first + wrong[0]} of {self.corpus.bin_file}",
-            why=f"the model's vocabulary has ids 0 to {self.config.vocab_size - 1}",
+            why=f"the model's vocabulary has ids 0 to {self.vocab_size - 1}",
             fix="set --vocab-size to the tokenizer's, or prepare the corpus with the model's tokenizer",
         )
 

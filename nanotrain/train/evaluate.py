@@ -24,7 +24,7 @@ from nanotrain.comm.collectives import all_gather_object, all_reduce_scalars
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.stop_point import PassStopped
 from nanotrain.config.config import Config
-from nanotrain.data.gpt import AllWindows, GPTDatasetConfig
+from nanotrain.data.gpt import AllWindows
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.token_bytes import bytes_per_token
@@ -115,13 +115,12 @@ def windows_of(corpus: IndexedTokens, config: Config) -> AllWindows:
     Raises:
         DataError: fewer than two tokens.
     """
-    data, vocab_size = config.data, config.model.vocab_size
+    vocab_size = config.model.vocab_size
     assert vocab_size is not None, "a model has a vocabulary"
     if corpus.num_tokens < 2:
         what = f"{corpus.prefix} has {count_of(corpus.num_tokens, 'token')}"
         raise DataError(what, why="a prediction needs a token before it", fix="evaluate on a longer text")
-    masks = {name: getattr(data, name) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}
-    return AllWindows(corpus, 0, corpus.num_tokens, GPTDatasetConfig(data.seq_length, vocab_size, **masks))
+    return AllWindows(corpus, 0, corpus.num_tokens, config.data, vocab_size=vocab_size)
 
 
 def load_weights(model: OpenedCheckpoint, stages: Mapping[int, BuiltStage]) -> None:

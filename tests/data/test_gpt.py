@@ -1,22 +1,28 @@
 """Windows equal slices of the concatenated stream; masks follow document boundaries."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanotrain.data.gpt import AllWindows, GPTDataset, GPTDatasetConfig, Permutation, SyntheticDataset
+from nanotrain.config.config import DataConfig
+from nanotrain.data.gpt import AllWindows, GPTDataset, Permutation, SyntheticDataset
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.errors import DataError
 from nanotrain.prepare.token_writer import TokenWriter
 from tests.data.conftest import WriteCorpus, random_documents
 
 
-def _samples(prefix: object, *, start: int = 0, stop: int | None = None, **options: object) -> GPTDataset:
-    corpus = IndexedTokens(prefix)  # type: ignore[arg-type]
-    return GPTDataset(corpus, start, corpus.num_tokens if stop is None else stop, GPTDatasetConfig(**options))  # type: ignore[arg-type]
+def _samples(
+    prefix: Path, *, vocab_size: int, start: int = 0, stop: int | None = None, seed: int = 0, **options: Any
+) -> GPTDataset:
+    corpus, config = IndexedTokens(prefix), DataConfig(**options)
+    return GPTDataset(
+        corpus, start, corpus.num_tokens if stop is None else stop, config, vocab_size=vocab_size, seed=seed
+    )
 
 
 @settings(
@@ -84,7 +90,7 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_position_and_file(
 def test_every_token_but_the_first_is_a_label_once(tmp_path: Path, length: int) -> None:
     with TokenWriter(tmp_path / "tokens", np.dtype(np.int32)) as writer:
         writer.add_document(range(length))
-    windows = AllWindows(IndexedTokens(tmp_path / "tokens"), 0, length, GPTDatasetConfig(seq_length=4, vocab_size=50))
+    windows = AllWindows(IndexedTokens(tmp_path / "tokens"), 0, length, DataConfig(seq_length=4), vocab_size=50)
     assert windows.samples_per_epoch == {2: 1, 5: 1, 9: 2, 10: 3}[length]
     samples = [windows[index] for index in range(windows.samples_per_epoch + 2)]
     labels = [sample.labels[sample.loss_mask > 0].tolist() for sample in samples]
@@ -96,8 +102,9 @@ def test_masks_of_documents_stay(tmp_path: Path) -> None:
     with TokenWriter(tmp_path / "tokens", np.dtype(np.int32)) as writer:
         for document in ([1, 2, 0], [3, 4, 5, 0]):
             writer.add_document(document)
-    config = GPTDatasetConfig(seq_length=4, vocab_size=50, eod_mask_loss=True, reset_attention_mask=True)
-    first, second = (AllWindows(IndexedTokens(tmp_path / "tokens"), 0, 7, config)[index] for index in (0, 1))
+    config = DataConfig(seq_length=4, eod_mask_loss=True, reset_attention_mask=True)
+    windows = AllWindows(IndexedTokens(tmp_path / "tokens"), 0, 7, config, vocab_size=50)
+    first, second = windows[0], windows[1]
     assert first.loss_mask.tolist() == [1, 1, 0, 1] and second.loss_mask.tolist() == [1, 1, 0, 0]
     assert first.segment_ids is not None and first.segment_ids.tolist() == [0, 0, 0, 1]
 
