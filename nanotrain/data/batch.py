@@ -109,12 +109,10 @@ class Batch:
 
 def collate(samples: Sequence[Sample]) -> Batch:
     """Stack B samples of one length, all with the same optional fields, into a batch."""
-    columns: dict[str, list[Any]] = {
-        field.name: [getattr(sample, field.name) for sample in samples] for field in fields(Sample)
-    }
-    stacked: dict[str, Any] = {
-        name: None if rows[0] is None else torch.from_numpy(np.stack(rows)) for name, rows in columns.items()
-    }
+    stacked: dict[str, Any] = {}
+    for field in fields(Sample):
+        rows = [getattr(sample, field.name) for sample in samples]
+        stacked[field.name] = None if rows[0] is None else torch.from_numpy(np.stack(rows))
     return Batch(**stacked)
 
 

@@ -45,20 +45,17 @@ def read_info(prefix: Path) -> CorpusInfo:
     if not path.is_file():
         return CorpusInfo()
     try:
-        return _checked(CorpusInfo(**object_of(parse_json(read_file(path)), "it")))
+        info = CorpusInfo(**object_of(parse_json(read_file(path)), "it"))
+        for field, value in asdict(info).items():
+            if value is not None or field not in ("tokenizer", "eod"):
+                text_of(value, field) if field in ("tokenizer", "plan") else whole_number(value, field)
+        return info
     except (OSError, ValueError, TypeError) as error:
         raise DataError(
             f"{path} cannot be read",
             why=str(error),
             fix="remove it and name the tokenizer with --tokenizer-model, or prepare the corpus again",
         ) from None
-
-
-def _checked(info: CorpusInfo) -> CorpusInfo:
-    for field, value in asdict(info).items():
-        if value is not None or field not in ("tokenizer", "eod"):
-            text_of(value, field) if field in ("tokenizer", "plan") else whole_number(value, field)
-    return info
 
 
 def write_info(prefix: Path, info: CorpusInfo) -> None:
@@ -87,11 +84,10 @@ def require_same_tokenizer(prefixes: Iterable[Path]) -> None:
     Raises:
         ConfigError: two of them differ.
     """
-    recorded = {prefix: recorded_tokenizer(prefix) for prefix in prefixes}
-    known = [(prefix, tokenizer) for prefix, tokenizer in recorded.items() if tokenizer is not None]
+    known = {prefix: tokenizer for prefix in prefixes if (tokenizer := recorded_tokenizer(prefix))}
     if not known:
         return
-    (first, tokenizer), *others = known
+    (first, tokenizer), *others = known.items()
     for prefix, other in others:
         if not may_be_same_tokenizer(tokenizer, other):
             raise ConfigError(

@@ -134,9 +134,7 @@ class IndexedTokens:
         end = int(self._pointers[last]) + int(self._lengths[last]) * self.dtype.itemsize
         if self._pointers[0] != 0 or end != self._file_bytes:
             return False
-        if self.num_sequences <= _CHECK_ALL:
-            return self._are_adjacent(np.arange(last))
-        checked = np.linspace(0, last - 1, _CHECK_SOME).astype(np.int64)
+        checked = _to_check(last)
         return self._are_adjacent(checked) and bool(np.all(np.diff(self._pointers[checked]) >= 0))
 
     def _are_adjacent(self, sequences: np.ndarray) -> bool:
@@ -171,9 +169,7 @@ class IndexedTokens:
                 f"its document indices run over {ends or 'nothing'}",
                 why=f"they must begin with 0 and end with the number of sequences, {self.num_sequences}",
             )
-        every = self.num_documents <= _CHECK_ALL
-        count = self.num_documents if every else _CHECK_SOME
-        self._check_order(np.linspace(0, self.num_documents - 1, count).astype(np.int64))
+        self._check_order(_to_check(self.num_documents))
 
     def _check_order(self, documents: np.ndarray) -> None:
         """Check that the documents begin in ascending order, or their borders would be wrong."""
@@ -222,6 +218,11 @@ class IndexedTokens:
 
     def _damaged(self, what: str, *, why: str) -> DataError:
         return DataError(f"{idx_path(self.prefix)} is damaged: {what}", why=why, fix=_AGAIN)
+
+
+def _to_check(number: int) -> np.ndarray:
+    """The indices below `number` that are checked on opening: all, or evenly spread ones."""
+    return np.arange(number) if number <= _CHECK_ALL else np.linspace(0, number - 1, _CHECK_SOME).astype(np.int64)
 
 
 def _missing_pair(prefix: Path) -> DataError:

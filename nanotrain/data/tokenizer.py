@@ -124,10 +124,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
-    if path.is_dir() and (path / "tokenizer.json").is_file():
-        return _load_fast(path / "tokenizer.json")
-    if path.is_file():
-        return _load_fast(path)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.is_file():
+        return _load_fast(file)
     vocab_file, comma, merge_file = name.partition(",")
     if comma:
         return _load_gpt2(vocab_file, merge_file)

@@ -24,15 +24,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
     Raises:
         DataError: the vocabulary is too small for the bytes, or too large for memory.
     """
-    if vocab_size < MIN_VOCAB:
+    if not MIN_VOCAB <= vocab_size <= MAX_VOCAB:
         raise DataError(
-            f"a BPE vocabulary of {vocab_size} is too small",
-            why=f"256 bytes and {EOD_TEXT} are {MIN_VOCAB} tokens",
-            fix="use a larger one, for example bpe:8192",
+            f"a BPE vocabulary of {vocab_size:,} is too {'small' if vocab_size < MIN_VOCAB else 'large'}",
+            why=f"256 bytes and {EOD_TEXT} are {MIN_VOCAB} tokens, and at most {MAX_VOCAB:,} are trained",
+            fix="write for example bpe:32768",
         )
-    if vocab_size > MAX_VOCAB:
-        what = f"a BPE vocabulary of {vocab_size:,} is too large"
-        raise DataError(what, why=f"at most {MAX_VOCAB:,} tokens are trained", fix="write for example bpe:32768")
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

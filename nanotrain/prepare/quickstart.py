@@ -22,7 +22,7 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
-from nanotrain.data.corpus_info import CorpusInfo, read_info, tokenizer_path, write_info
+from nanotrain.data.corpus_info import CorpusInfo, tokenizer_path, write_info
 from nanotrain.data.token_format import idx_path, smallest_dtype
 from nanotrain.errors import DataError
 from nanotrain.prepare.bpe import train_bpe
@@ -41,7 +41,6 @@ class QuickStart:
 
     prefix: Path  # prefix of its `.bin/.idx` pair
     tokenizer_path: Path  # its tokenizer.json
-    vocab_size: int  # vocabulary of that tokenizer
 
 
 def prepare_quickstart(folder: Path, vocab_size: int, *, cache: Path | None = None) -> QuickStart:
@@ -74,7 +73,7 @@ def prepare_quickstart(folder: Path, vocab_size: int, *, cache: Path | None = No
                         raise
         finally:
             remove_folder(building)
-    return QuickStart(prefix, tokenizer_path(prefix) / "tokenizer.json", read_info(prefix).vocab_size)
+    return QuickStart(prefix, tokenizer_path(prefix) / "tokenizer.json")
 
 
 def find_quickstart(folder: Path, vocab_size: int) -> Path | None:

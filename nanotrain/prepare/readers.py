@@ -67,7 +67,11 @@ def _read_text(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
     for file in chunk.files:
         with open_input(file) as stream:
             data = stream.read()
-        yield _decode(data, file)
+        try:
+            yield data.decode("utf-8").removeprefix("\ufeff")  # the mark that some editors write before the text
+        except UnicodeDecodeError as error:
+            why = f"byte {error.start} is {data[error.start]:#04x}"
+            raise DataError(f"{file} is not UTF-8", why=why, fix="convert or remove it") from None
 
 
 def _read_lines(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
@@ -138,15 +142,6 @@ READERS: dict[str, Callable[[DocumentReader, InputChunk], Iterator[str]]] = {
     "rows": _read_rows,
     "texts": _read_texts,
 }
-
-
-def _decode(data: bytes, file: str) -> str:
-    try:
-        return data.decode("utf-8").removeprefix("\ufeff")  # the mark that some editors write before the text
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file} is not UTF-8", why=f"byte {error.start} is {data[error.start]:#04x}", fix="convert or remove it"
-        ) from None
 
 
 def _line_number(file: str, begin: int) -> int:

@@ -67,7 +67,7 @@ def disk_fault(error: OSError, path: Path, *, needed: int | None = None, fix: st
 
 
 @contextmanager
-def disk_errors(path: Path, *, needed: int | None = None, fix: str) -> Iterator[None]:
+def disk_errors(path: Path, *, needed: int | None = None, fix: str = OTHER_FOLDER) -> Iterator[None]:
     """Raise OSErrors of the block as the error of `disk_fault`."""
     try:
         yield
@@ -124,10 +124,8 @@ def open_append(path: Path) -> BinaryIO:
     Raises:
         EnvironmentFault: it cannot be opened, or is a symbolic link.
     """
-    try:
+    with disk_errors(path):
         return os.fdopen(os.open(path, _APPEND, 0o666), "ab", buffering=0)
-    except OSError as error:
-        raise disk_fault(error, path) from None
 
 
 def write_all(file: BinaryIO, data: bytes) -> None:
@@ -147,7 +145,7 @@ def make_folder(path: Path, *, fix: str) -> None:
     Raises:
         EnvironmentFault: the folder is not empty and was not made by nanotrain, or it cannot be made.
     """
-    try:
+    with disk_errors(path / MARKER, fix=fix):
         path.mkdir(parents=True, exist_ok=True)
         if not is_own(path):
             if path.is_symlink() or any(path.iterdir()):
@@ -155,8 +153,6 @@ def make_folder(path: Path, *, fix: str) -> None:
                     f"{path} is not a folder of nanotrain", why=f"it has content and no {MARKER} in it", fix=fix
                 )
             os.close(os.open(path / MARKER, _NEW_FILE, 0o666))
-    except OSError as error:
-        raise disk_fault(error, path / MARKER, fix=fix) from None
 
 
 def is_own(path: Path) -> bool:

@@ -18,12 +18,13 @@ from typing import Any
 
 from nanotrain.errors import EnvironmentFault
 from nanotrain.log import get_logger
-from nanotrain.runs.files import disk_errors, disk_fault
+from nanotrain.runs.files import disk_errors
 
 LOCK_NAME = "run.lock"
 # A restarted job may begin before the system has ended every process of the previous job.
 WAIT_S, _POLL_S = 3.0, 0.1
 _BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+_FIX = "choose another folder for it"
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 log = get_logger(__name__)
 
@@ -51,7 +52,7 @@ def hold_lock(path: Path, *, what: str, fix: str, wait_s: float = WAIT_S, is_rem
     file, is_locked = _take(path, what=what, fix=fix, end=time.monotonic() + wait_s)
     try:
         if is_locked:
-            with disk_errors(path, fix="choose another folder for it"):
+            with disk_errors(path, fix=_FIX):
                 _write_owner(file)
         yield
     finally:
@@ -64,10 +65,8 @@ def hold_lock(path: Path, *, what: str, fix: str, wait_s: float = WAIT_S, is_rem
 def _take(path: Path, *, what: str, fix: str, end: float) -> tuple[int, bool]:
     """Open the file and take the lock; False on a file system without locks."""
     while True:
-        try:
+        with disk_errors(path, fix=_FIX):
             file = os.open(path, _OPEN, 0o666)
-        except OSError as error:
-            raise disk_fault(error, path, fix="choose another folder for it") from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nanotrain.errors import EnvironmentFault
-from nanotrain.runs.files import OTHER_FOLDER, disk_errors, disk_fault, open_append, write_all, write_bytes
+from nanotrain.runs.files import disk_errors, disk_fault, open_append, write_all, write_bytes
 from nanotrain.untrusted import LARGEST, read_file
 
 
@@ -40,7 +40,7 @@ class MetricsFile:
             FolderVanished: the run folder was removed.
         """
         line = json.dumps(row).encode() + b"\n"
-        try:
+        with disk_errors(self.path, needed=len(line)):
             self._require_same_file()
             start = os.fstat(self._file.fileno()).st_size
             try:
@@ -48,8 +48,6 @@ class MetricsFile:
             except OSError:
                 os.ftruncate(self._file.fileno(), start)
                 raise
-        except OSError as error:
-            raise disk_fault(error, self.path, needed=len(line)) from None
 
     def close(self) -> None:
         """Close the file."""
@@ -93,7 +91,7 @@ def set_aside_after(path: Path, step: int) -> None:
     if not superseded:
         return
     aside = path.with_name("metrics-superseded.jsonl")
-    with open_append(aside) as file, disk_errors(aside, needed=len(content), fix=OTHER_FOLDER):
+    with open_append(aside) as file, disk_errors(aside, needed=len(content)):
         write_all(file, b"".join(superseded))
         os.fsync(file.fileno())
     write_bytes(path, b"".join(kept))

@@ -20,5 +20,5 @@ def test_an_unbroken_run_of_characters_is_trained_on_in_parts():
 def test_a_vocabulary_without_room_for_the_bytes_is_an_error():
     with pytest.raises(DataError, match="256 bytes"):
         train_bpe(["text"], 256)
-    with pytest.raises(DataError, match="999,999,999 is too large: at most 4,194,304"):
+    with pytest.raises(DataError, match="999,999,999 is too large: .*at most 4,194,304"):
         train_bpe(["text"], 999_999_999)

@@ -131,7 +131,7 @@ def test_the_quick_start_corpus_lies_in_the_run_folder_and_the_configuration_sta
 
     def prepare(folder, vocab_size, *, cache):
         calls.append((folder, vocab_size))
-        return QuickStart(write_corpus(tmp_path / "text"), Path("bytes"), vocab_size)
+        return QuickStart(write_corpus(tmp_path / "text"), Path("bytes"))
 
     monkeypatch.setattr(inputs_module, "prepare_quickstart", prepare)
     flags = "--vocab-size 256 --seq-length 16 --eval-interval 0"
