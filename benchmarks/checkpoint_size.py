@@ -55,11 +55,11 @@ RUNS = {
 
 @dataclass(frozen=True)
 class MetadataSize:
-    """Of one checkpoint; estimates where ranks were sampled."""
+    """Sizes of the metadata of one checkpoint; estimates where ranks were sampled."""
 
     num_chunks: int
-    manifest_bytes: int  # of manifest.json, without objects and configuration (some kB)
-    report_bytes: int  # mean of what a rank sends at a save
+    manifest_bytes: int  # size of manifest.json, without objects and configuration (some kB)
+    report_bytes: int  # bytes that a rank sends at a save, on average
     received_at_save: tuple[int, int]  # bytes of reports that rank 0 receives, and at most any other rank
     received_at_load: int  # bytes of the manifest that each rank but the first receives
 
@@ -69,8 +69,8 @@ def metadata_size(config: Config, world_size: int, *, num_sampled: int = 8) -> M
 
     Args:
         config: a validated configuration with the vocabulary size set.
-        world_size: ranks of the run.
-        num_sampled: ranks to plan, the first and the last among them; with all ranks the counts are exact.
+        world_size: number of ranks of the run.
+        num_sampled: number of ranks to plan, the first and the last among them; with all ranks the counts are exact.
     """
     parallel = config.parallel
     dp_size, pp_size = parallel.data_parallel_size(world_size), parallel.pipeline_model_parallel_size

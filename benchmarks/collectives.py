@@ -98,12 +98,13 @@ def measure(ctx: ParallelContext, num_bytes: int, num_rounds: int) -> dict[str, 
 def rows(size: int, mib: int, measured: dict[str, Measured]) -> list[str]:
     """The table rows of one world size and tensor size."""
     reference, lines = measured["all-reduce"], []
-    for name, one in measured.items():
-        gloo = measured.get(name.replace("nanotrain", "gloo"), one)
-        ratio = f"{one.ms / gloo.ms:.2f}" if gloo is not one else ""
+    for name, figures in measured.items():
+        gloo = measured.get(name.replace("nanotrain", "gloo"), figures)
+        ratio = f"{figures.ms / gloo.ms:.2f}" if gloo is not figures else ""
         # The minimum of the rounds: traffic of other programs only adds.
-        sent = min(one.sent) / size / (mib * MIB)
-        lines.append(f"| {size} | {mib} | {name} | {one.ms:.2f} | {one.ms / reference.ms:.2f} | {ratio} | {sent:.2f} |")
+        sent = min(figures.sent) / size / (mib * MIB)
+        times = f"{figures.ms:.2f} | {figures.ms / reference.ms:.2f}"
+        lines.append(f"| {size} | {mib} | {name} | {times} | {ratio} | {sent:.2f} |")
     return lines
 
 

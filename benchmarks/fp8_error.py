@@ -1,8 +1,8 @@
 """Relative errors of fp8 products by recipe, in the emulation: `python benchmarks/fp8_error.py`.
 
-Each number is |found - exact| / |exact| in the Frobenius norm, exact being the product in fp64. Values are normal; with
-an outlier, the first value of the inputs and of the gradients is 100,000. The first row and column of each product,
-which contain it, are left out.
+Each number is |computed - exact| / |exact| in the Frobenius norm, exact being the product in fp64. Values are normal;
+with an outlier, the first value of the inputs and of the gradients is 100,000. The first row and column of each
+product, which contain it, are left out.
 
     T 512 tokens   I 1024 inputs   O 512 outputs
 """
@@ -30,17 +30,17 @@ def draw(*shape: int, has_outlier: bool, generator: torch.Generator) -> Tensor:
 
 
 def errors(options: Fp8Options, *, has_outlier: bool) -> list[float]:
-    """Those of fprop, dgrad and wgrad."""
+    """Relative errors of fprop, dgrad and wgrad."""
     generator = torch.Generator().manual_seed(0)
     weight = draw(OUTPUTS, INPUTS, has_outlier=False, generator=generator)
     x = draw(TOKENS, INPUTS, has_outlier=has_outlier, generator=generator)
     grad = draw(TOKENS, OUTPUTS, has_outlier=has_outlier, generator=generator)
     products = Fp8Linears([Linear(nn.Parameter(weight), None, fp8=Fp8Layer(options))], records=False)
     with torch.no_grad():
-        found = [*products.fprop(x), products.dgrad([grad]), *products.wgrad([grad], x)]
+        computed = [*products.fprop(x), products.dgrad([grad]), *products.wgrad([grad], x)]
     wide_x, wide_weight, wide_grad = x.double(), weight.double(), grad.double()
     exact = [wide_x @ wide_weight.t(), wide_grad @ wide_weight, wide_grad.t() @ wide_x]
-    inner = [(a.double()[1:, 1:], b[1:, 1:]) for a, b in zip(found, exact, strict=True)]
+    inner = [(a.double()[1:, 1:], b[1:, 1:]) for a, b in zip(computed, exact, strict=True)]
     return [((a - b).norm() / b.norm()).item() for a, b in inner]
 
 

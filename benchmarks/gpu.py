@@ -79,15 +79,15 @@ def table(
     """The Markdown table of medians over rounds; without the FLOPs per token, or the peak, there is no MFU."""
     lines = ["| contender | tokens/s | ratio | MFU | peak memory |", "|---|---:|---:|---:|---:|"]
     for contender in contenders:
-        mine = outcomes[contender.name]
-        if not mine:
+        measured = outcomes[contender.name]
+        if not measured:
             continue
-        speed = statistics.median(outcome.tokens_per_second for outcome in mine)
+        speed = statistics.median(outcome.tokens_per_second for outcome in measured)
         rival = outcomes[contender.rivals[0]] if contender.rivals else []
-        ratios = [a.tokens_per_second / b.tokens_per_second for a, b in zip(mine, rival, strict=False)]
+        ratios = [a.tokens_per_second / b.tokens_per_second for a, b in zip(measured, rival, strict=False)]
         ratio = f"{statistics.median(ratios):.2f}x" if ratios else ""
         mfu = f"{speed * flops / peak:.1%}" if flops and peak else "unknown"
-        memory = max(outcome.peak_memory_bytes for outcome in mine) / 2**30
+        memory = max(outcome.peak_memory_bytes for outcome in measured) / 2**30
         lines.append(f"| {contender.name} | {speed:,.0f} | {ratio} | {mfu} | {memory:.1f} GiB |")
     return "\n".join(lines)
 
@@ -200,9 +200,9 @@ def compare(name: str, args: argparse.Namespace, launches: Launches, *, peak: fl
     card = card_here(args.device)
     planned = budget_here(job, flags, card=card) if card else {}
     print(f"\n| class | ms per step | share | budget, {card or 'no known card'} |\n|---|---:|---:|---:|")
-    for one in KERNELS:
-        budget = f"{planned[one]:,.1f}" if one in planned else ""
-        print(f"| {one} | {times[one]:,.1f} | {times[one] / max(times.total(), 1e-9):.0%} | {budget} |")
+    for kind in KERNELS:
+        budget = f"{planned[kind]:,.1f}" if kind in planned else ""
+        print(f"| {kind} | {times[kind]:,.1f} | {times[kind] / max(times.total(), 1e-9):.0%} | {budget} |")
     print(flush=True)
 
 

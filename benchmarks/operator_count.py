@@ -1,6 +1,6 @@
 """The operators of one microbatch on the meta device, which computes nothing: their FLOPs and bytes, by class.
 
-OperatorCount   counts every operator that runs inside of it
+OperatorCount   counts every operator that runs inside it
 on_meta         lets fused operators run there, each counted as one
 """
 
@@ -129,7 +129,7 @@ class FusedOperators:
     """Stand-ins for fused operators of the model on a GPU, which run on the meta device.
 
     Args:
-        count: of the operators.
+        count: counter of the operators.
     """
 
     def __init__(self, count: OperatorCount) -> None:
@@ -167,7 +167,7 @@ def on_meta(count: OperatorCount, *, has_triton: bool = True) -> Iterator[None]:
     """Let the model run on the meta device, its operators marked for the count.
 
     Args:
-        count: of the operators.
+        count: counter of the operators.
         has_triton: count the Triton kernels of the loss and products added in fp32, not their plain forms.
     """
     cross_entropy, fused = transformer.vocab_parallel_cross_entropy, FusedOperators(count)

@@ -217,23 +217,23 @@ HEADS = (
 
 def row(layout: Layout, job: Job, *, num_processes: int, measured: dict[str, list[Outcome]]) -> list[str]:
     """The table cells of one layout."""
-    mine = measured[layout.name]
-    speed = statistics.median(outcome.tokens_per_second for outcome in mine)
+    outcomes = measured[layout.name]
+    speed = statistics.median(outcome.tokens_per_second for outcome in outcomes)
     ratios = []
     for rival in (layout.reference, TORCH_TP if layout.reference == "DP" else ""):
-        ratios += ratios_to(mine, measured[rival]) if rival in measured else ["", ""]
+        ratios += ratios_to(outcomes, measured[rival]) if rival in measured else ["", ""]
     traffic = ["", "", "", ""]
     if layout.form is not None:
-        sent, form = mine[-1].sent[layout.axis], layout.form(layout.step(job, num_processes))
+        sent, form = outcomes[-1].sent[layout.axis], layout.form(layout.step(job, num_processes))
         off = "0" if sent == form else f"{sent - form:+,.0f} B ({sent / form - 1:+.1%})"
         traffic = [layout.axis, f"{sent / 1e6:.3f}", f"{form / 1e6:.3f}", off]
     return [str(num_processes), layout.name, f"{speed:,.0f}", *ratios, *traffic]
 
 
-def ratios_to(mine: list[Outcome], rival: list[Outcome]) -> list[str]:
+def ratios_to(outcomes: list[Outcome], rival: list[Outcome]) -> list[str]:
     """Ratios of tokens per second and per CPU second; above 1 the rival is slower."""
     attributes = ("tokens_per_second", "tokens_per_cpu_second")
-    return [Figure.of(attribute, mine, [rival]).cells()[1] for attribute in attributes]
+    return [Figure.of(attribute, outcomes, [rival]).cells()[1] for attribute in attributes]
 
 
 def main() -> None:

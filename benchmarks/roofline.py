@@ -140,7 +140,7 @@ def budget_of(plan: Plan, card: Card, *, has_triton: bool = True) -> Budget:
     """The budget of one step of a rank.
 
     Args:
-        plan: of the rank; its groups inside of layers lie where those of rank 0 do.
+        plan: plan of the rank; its groups inside layers have the links of those of rank 0.
         card: the device.
         has_triton: count the Triton kernels of the loss, products that write weight gradients and joined projections,
             not their torch forms.

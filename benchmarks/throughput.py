@@ -50,10 +50,10 @@ class Contender:
     """One row of the table.
 
     Attributes:
-        name: its name in the table.
-        num_processes: ranks.
-        command: from (job, output folder) to the arguments after `torchrun`.
-        rivals: contenders it is compared with; the fastest of them in each round counts.
+        name: name in the table.
+        num_processes: number of ranks.
+        command: function from (job, output folder) to the arguments after `torchrun`.
+        rivals: contenders that it is compared with; the fastest one of each round counts.
         environment: additional environment variables of its processes.
     """
 
@@ -168,9 +168,9 @@ class Outcome:
     """The measurements of one launch of a contender.
 
     Attributes:
-        tokens_per_second: of the median step.
-        tokens_per_cpu_second: of the median step, over the summed CPU time of all ranks.
-        peak_memory_bytes: of rank 0.
+        tokens_per_second: tokens per second of the median step.
+        tokens_per_cpu_second: tokens of the median step per second of CPU time, summed over all ranks.
+        peak_memory_bytes: peak memory of rank 0.
         sent: bytes per step and rank, by group; nanotrain only.
     """
 

@@ -32,8 +32,8 @@ def start_all_to_all(
     Args:
         output: [sum(output_splits), ...], contiguous; the rows of rank 0 of the group first. Must not overlap `tensor`.
         tensor: [sum(input_splits), ...], contiguous, the dtype of `output`; must not change before `wait`.
-        output_splits: rows received from each rank, in group order.
-        input_splits: rows sent to each rank, in group order.
+        output_splits: number of rows received from each rank, in group order.
+        input_splits: number of rows sent to each rank, in group order.
 
     Returns:
         A handle whose result is `output`.
@@ -78,7 +78,7 @@ def start_reduce_scatter_by_all_to_all(
     Args:
         output: [n / size], contiguous; may be this rank's slice of `tensor`.
         tensor: [n], contiguous, the same dtype; must not change before `wait`, which computes the sum.
-        group: the ranks.
+        group: group of the ranks.
         op: "sum" or "avg".
     """
     if group.size == 1:

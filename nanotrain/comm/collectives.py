@@ -93,7 +93,7 @@ def start_all_gather(tensor: Tensor, group: Group, *, dim: int) -> Work[Tensor]:
     """Start to concatenate every rank's tensor along `dim`, in group order: [.., n, ..] -> [.., size * n, ..].
 
     Args:
-        tensor: the same shape on every rank; must not change before `wait`.
+        tensor: tensor of the same shape on every rank; must not change before `wait`.
         dim: dim to concatenate along.
     """
     if group.size == 1:

@@ -41,7 +41,7 @@ def pick_device(kind: str, local_rank: int, *, environment: MutableMapping[str, 
     with fewer GPUs than ranks, "auto" is the CPU, so that commands for a CPU run there too (`describe_unused_gpus`).
 
     Args:
-        kind: "auto" (cuda if available), "cpu" or "cuda".
+        kind: choice of the user: "auto" (cuda if available), "cpu" or "cuda".
         local_rank: index of this rank among the ranks of its machine.
         environment: environment of this process; the settings of CUDA's allocator are set in it unless they are there.
 

@@ -61,7 +61,7 @@ def newest_collectives(dump: Mapping[str, Any]) -> list[RecordedCollective]:
     """The oldest incomplete collective of every process group in a parsed dump, else its newest one.
 
     Args:
-        dump: what torch writes: `entries` in the order in which they were queued, `pg_config` by process group.
+        dump: torch's output: `entries` in the order in which they were queued, `pg_config` by process group.
     """
     chosen: dict[str, Mapping[str, Any]] = {}
     for entry in dump.get("entries", ()):

@@ -68,14 +68,14 @@ class Group:
     """A group of ranks that this rank can communicate with.
 
     Args:
-        spec: the ranks, and this rank's index among them; `name`, `ranks`, `index`, `size`, `rank` and `is_first` are
-            those of the spec.
+        spec: ranks, and the index of this rank among them; the attributes `name`, `ranks`, `index`, `size`, `rank` and
+            `is_first` are copied from it.
         process_group: torch's handle; None for a group of one rank and for a tree.
         levels: groups of a tree that this rank is in, from the leaves up, for a group of many ranks that sends only
             objects. The first rank of each is in the next one, so that gathering along it keeps the order of the ranks.
-        traffic: counts sent bytes, shared by the groups of a rank.
-        coords_text: this rank's coordinates for error messages ("pp1 dp3 tp0").
-        heartbeat: records what this rank does, shared by the groups of a rank.
+        traffic: counter of sent bytes, shared by the groups of a rank.
+        coords_text: coordinates of this rank for error messages ("pp1 dp3 tp0").
+        heartbeat: record of what this rank does, shared by the groups of a rank.
     """
 
     def __init__(

@@ -92,13 +92,13 @@ class ParallelContext:
         rank: global rank.
         coords: coordinate on every axis.
         coords_text: the coordinates for messages, only of dense axes with several ranks ("pp1 dp3 tp0").
-        device: where this rank's tensors are.
+        device: device of this rank's tensors.
         groups: this rank's groups by name; no `embed` on a stage that is neither first nor last.
-        control: all ranks over gloo, for objects and barriers, whatever the device; a tree of small groups in a large
-            world.
-        traffic: bytes sent over all groups.
-        heartbeat: what this rank does, for the watchdog.
-        timeout_s: how long a collective waits for a slow or lost rank.
+        control: group of all ranks over gloo, for objects and barriers, whatever the device; a tree of small groups in
+            a large world.
+        traffic: counter of the bytes sent over all groups.
+        heartbeat: record of what this rank does, for the watchdog.
+        timeout_s: seconds that a collective waits for a slow or lost rank.
         store: the key-value store at which the ranks met.
     """
 

@@ -204,8 +204,8 @@ def store_of_attempt(store: Store, rank: int, *, world_size: int, timeout: timed
     Args:
         store: store at which the ranks of all attempts meet.
         rank: global rank.
-        world_size: ranks of this attempt.
-        timeout: how long to wait for the others.
+        world_size: number of ranks of this attempt.
+        timeout: time to wait for the others.
 
     Raises:
         RuntimeError: not all ranks joined in time.

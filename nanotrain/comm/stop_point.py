@@ -44,8 +44,8 @@ class StopPoint:
 
     Args:
         store: store of all ranks.
-        control: all ranks, for the names of the keys.
-        timeout_s: how long this rank waits for the others to reply.
+        control: group of all ranks, for the names of the keys.
+        timeout_s: seconds that this rank waits for the others to reply.
     """
 
     def __init__(self, store: Store, control: Group, *, timeout_s: float) -> None:

@@ -40,12 +40,12 @@ def split_layers(
     The last stage also computes the head and the loss, so it never gets one of the additional layers.
 
     Args:
-        num_layers: layers of the model.
-        num_stages: over all pipeline ranks.
+        num_layers: number of layers of the model.
+        num_stages: number of stages of all pipeline ranks.
         first: layers of the first pipeline rank, which its virtual stages share evenly; None for an equal split.
-        last: the same for the last one of several pipeline ranks. The stages of the other ranks share the rest.
-        stages_per_rank: virtual stage s is on rank s % (num_stages / stages_per_rank).
-        counted_ends: the layers that embedding and head count as; only without `first` and `last`.
+        last: layers of the last one of several pipeline ranks. The stages of the other ranks share the rest.
+        stages_per_rank: number of virtual stages per rank; stage s is on rank s % (num_stages / stages_per_rank).
+        counted_ends: layers that embedding and head count as; only without `first` and `last`.
 
     >>> [(stage.first_layer, stage.last_layer) for stage in split_layers(5, 2)]
     [(0, 3), (3, 5)]

@@ -95,8 +95,8 @@ def arrange(
     Args:
         parallel: sizes of the axes.
         world_size: number of ranks.
-        is_sharded: whether optimizer state is sharded over data-parallel ranks.
-        has_experts: whether the expert grid is used, so that a rank must have the same stage in both.
+        is_sharded: optimizer state is sharded over data-parallel ranks.
+        has_experts: the expert grid is used, so that a rank must have the same stage in both.
 
     Raises:
         TopologyError: the ranks cannot form the groups; names the numbers and a fix.

@@ -21,14 +21,14 @@ def rows_of(source: int, target: int, *, size: int, dtype: torch.dtype) -> torch
 def send_both_ways(ctx, dtype):
     group = ctx.group("world")
     size, rank = group.size, ctx.rank
-    out = [rows_of(rank, other, size=size, dtype=dtype) for other in range(size)]
-    back = [rows_of(other, rank, size=size, dtype=dtype) for other in range(size)]
+    out = [rows_of(rank, target, size=size, dtype=dtype) for target in range(size)]
+    back = [rows_of(source, rank, size=size, dtype=dtype) for source in range(size)]
     sent, expected = torch.cat(out), torch.cat(back)
     received = torch.empty_like(expected)
     splits = {"input_splits": [len(rows) for rows in out], "output_splits": [len(rows) for rows in back]}
     start_all_to_all(received, sent, group=group, **splits).wait()
     assert torch.equal(received, expected)
-    num_sent = sum(len(rows) for other, rows in enumerate(out) if other != rank)
+    num_sent = sum(len(rows) for target, rows in enumerate(out) if target != rank)
     assert ctx.traffic.bytes("world", "all_to_all") == num_sent * WIDTH * dtype.itemsize
 
 

@@ -164,12 +164,12 @@ def send_all_sizes(ctx, fan_out):
     parallel_context.create_control = partial(create_control, fan_out=fan_out)
     control = ParallelContext.attach(ctx.topology).control
     for size in SIZES:
-        mine = bytes([ctx.rank]) * size
-        assert broadcast_object(mine, control) == bytes(size)
-        gathered = gather_object(mine, control)
+        message = bytes([ctx.rank]) * size
+        assert broadcast_object(message, control) == bytes(size)
+        gathered = gather_object(message, control)
         assert gathered == ([bytes([rank]) * size for rank in range(control.size)] if ctx.rank == 0 else None)
         # one rank's alone is large
-        gathered = gather_object(mine if ctx.rank == 1 else ctx.rank, control)
+        gathered = gather_object(message if ctx.rank == 1 else ctx.rank, control)
         assert gathered is None or gathered == [0, bytes([1]) * size, *range(2, control.size)]
 
 

@@ -19,8 +19,8 @@ def version_of(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 def expected_slice(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     total = version_of(0, size, dtype).float()
-    for other in range(1, size):
-        total = total + version_of(other, size, dtype).float()
+    for source in range(1, size):
+        total = total + version_of(source, size, dtype).float()
     return total.to(dtype).view(size, _SLICE)[rank]
 
 
@@ -77,9 +77,9 @@ def gather_both_ways(ctx, dtype):
     separate, in_place = torch.empty(5 * group.size, dtype=dtype), torch.empty(5 * group.size, dtype=dtype)
     slot = in_place.view(group.size, 5)[ctx.rank]
     slot.copy_(local)
-    one, two = start_all_gather_into(separate, local, group=group), start_all_gather_into(in_place, slot, group=group)
-    two.wait()
-    one.wait()
+    into_separate = start_all_gather_into(separate, local, group=group)
+    start_all_gather_into(in_place, slot, group=group).wait()
+    into_separate.wait()
     assert torch.equal(separate, full)
     assert torch.equal(in_place, full)
 

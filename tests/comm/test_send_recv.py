@@ -12,28 +12,28 @@ LARGE = 1 << 20  # elements; more than any buffer of a backend takes without a r
 
 @ranks(2, threads=False, pp=2)
 def test_two_ranks_send_to_each_other_at_once(ctx):
-    group, other = ctx.group("pp"), 1 - ctx.rank
+    group, peer = ctx.group("pp"), 1 - ctx.rank
     buffers = torch.empty(LARGE)
 
     sent = torch.full((LARGE,), float(ctx.rank))
-    started = start_send_recv([Message(sent, other)], [Message(buffers, other)], group=group)
+    started = start_send_recv([Message(sent, peer)], [Message(buffers, peer)], group=group)
     started.sent.wait()
     (received,) = started.received
 
     assert received.wait() is buffers
-    assert torch.equal(buffers, torch.full((LARGE,), float(other)))
+    assert torch.equal(buffers, torch.full((LARGE,), float(peer)))
 
 
 @ranks(2, threads=False, pp=2)
 def test_messages_of_a_pair_arrive_in_the_order_in_which_they_were_sent(ctx):
-    group, other = ctx.group("pp"), 1 - ctx.rank
+    group, peer = ctx.group("pp"), 1 - ctx.rank
     if ctx.rank == 0:
-        sends = [start_send_recv([Message(torch.tensor([n]), other)], [], group=group) for n in range(20)]
+        sends = [start_send_recv([Message(torch.tensor([n]), peer)], [], group=group) for n in range(20)]
         for started in sends:
             started.sent.wait()
         return
     buffers = [torch.empty(1, dtype=torch.int64) for _ in range(20)]
-    receives = [start_send_recv([], [Message(tensor, other)], group=group) for tensor in buffers]
+    receives = [start_send_recv([], [Message(tensor, peer)], group=group) for tensor in buffers]
     for started in reversed(receives):
         started.received[0].wait()
 

@@ -68,14 +68,14 @@ def test_a_lost_rank_raises_at_once_with_group_and_rank(op, tmp_path):
     with pytest.raises(pytest.fail.Exception, match="rank [23] of 4: exited with code 3 and sent no reply"):
         run_ranks(4, lose_a_rank, op, tmp_path, tp=2, threads=False)
     for rank in range(2):
-        says = rf"{op} #[12] of [0-9]+ bytes over group dp \(ranks .*\) failed on rank {rank} \(dp0 tp"
-        assert re.search(says, (tmp_path / f"rank {rank}").read_text())
+        message = rf"{op} #[12] of [0-9]+ bytes over group dp \(ranks .*\) failed on rank {rank} \(dp0 tp"
+        assert re.search(message, (tmp_path / f"rank {rank}").read_text())
 
 
 def start_late(ctx, op):
-    other = ParallelContext.attach(ctx.topology)
-    other.set_timeout(0.5)
-    group = other.control
+    impatient = ParallelContext.attach(ctx.topology)
+    impatient.set_timeout(0.5)
+    group = impatient.control
     if ctx.rank == 1:  # it goes on to the end of the test, where it waits for rank 0
         return ""
     work = start(op, group)

@@ -60,16 +60,16 @@ def test_an_intersection_has_the_elements_of_both_boxes(shape: tuple[int, ...], 
 
     # then
     expected = np.intersect1d(elements(shape, a), elements(shape, b))
-    found = [] if shared is None else np.sort(np.ravel(elements(shape, shared)))
-    assert list(found) == list(expected)
+    actual = [] if shared is None else np.sort(np.ravel(elements(shape, shared)))
+    assert list(actual) == list(expected)
     assert b.intersect(a) == shared
 
 
 @given(shapes, st.data())
-def test_a_box_within_another_indexes_the_other_ones_tensor(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_a_box_within_another_indexes_its_tensor(shape: tuple[int, ...], data: st.DataObject) -> None:
     # given: a box and its intersection with another
-    outer, other = data.draw(boxes_of(shape)), data.draw(boxes_of(shape))
-    shared = outer.intersect(other)
+    outer, box = data.draw(boxes_of(shape)), data.draw(boxes_of(shape))
+    shared = outer.intersect(box)
     if shared is None:
         return
 

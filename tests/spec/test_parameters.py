@@ -53,9 +53,9 @@ def test_padding_of_the_vocabulary_is_declared_and_not_counted(name: str) -> Non
 @pytest.mark.parametrize("name", MODELS)
 def test_two_stages_declare_the_model_and_the_tied_weight_twice(name: str) -> None:
     expected = [spec.name for spec in declared(MODELS[name])]
-    found = [spec.name for spec in declared(MODELS[name], stages=2)]
+    names = [spec.name for spec in declared(MODELS[name], stages=2)]
     is_tied = not MODELS[name].untie_embeddings_and_output_weights
-    assert sorted(found) == sorted(expected + ["embedding.word.weight"] * is_tied)
+    assert sorted(names) == sorted(expected + ["embedding.word.weight"] * is_tied)
     assert [spec.stage for spec in declared(MODELS[name], stages=2)] == sorted(
         spec.stage for spec in declared(MODELS[name], stages=2)
     )
