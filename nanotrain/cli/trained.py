@@ -25,25 +25,23 @@ from nanotrain.system import importing_torch
 # Settings that may differ from those of the training run; all others are the model's.
 EVALUATED = ("data.seq_length", "train.micro_batch_size", "train.device", "precision.params_dtype")
 # Settings of the layout that concern gradients and the optimizer, which an evaluation does not have.
-OF_TRAINING = frozenset(
-    f"parallel.{name}"
-    for name in (
-        *("ddp_bucket_size", "ddp_pad_buckets_for_high_nccl_busbw", "ddp_average_in_collective", "force_all_reduce"),
-        *("reduce_scatter_with_fp32_accumulation", "overlap_grad_reduce", "outer_dp_sharding_strategy"),
-        *("num_distributed_optimizer_instances", "pipeline_schedule"),
-    )
-)
+OF_TRAINING = {
+    *("parallel.ddp_bucket_size", "parallel.ddp_pad_buckets_for_high_nccl_busbw", "parallel.force_all_reduce"),
+    *("parallel.ddp_average_in_collective", "parallel.reduce_scatter_with_fp32_accumulation"),
+    *("parallel.overlap_grad_reduce", "parallel.outer_dp_sharding_strategy"),
+    *("parallel.num_distributed_optimizer_instances", "parallel.pipeline_schedule"),
+}
 MICROBATCHES_PER_STAGE = 2  # of a global batch and data-parallel rank, so that a pipeline is filled
 # Flags that other programs, and the settings of a training, have for the number of tokens to sample.
 OF_TOKENS = dict.fromkeys(
     ("--max-new-tokens", "--max_new_tokens", "--max-tokens", "--max-length", "--generate-tokens"), "--num-tokens"
 )
 # Settings that a command line may have; all others are the model's.
-GENERATED = frozenset(
-    {"train.device", "precision.params_dtype", "parallel.distributed_timeout_minutes"}
-    | {f"parallel.{axis}_parallel_size" for axis in ("tensor_model", "expert_model", "expert_tensor")}
-    | {f"parallel.{axis}_parallel_size" for axis in ("pipeline_model", "context")}  # accepted if 1
-)
+SIZES = ("tensor_model", "expert_model", "expert_tensor", "pipeline_model", "context")  # of the last two only 1
+GENERATED = {
+    *("train.device", "precision.params_dtype", "parallel.distributed_timeout_minutes"),
+    *(f"parallel.{axis}_parallel_size" for axis in SIZES),
+}
 
 MODEL = (
     argument("path", type=Path, help="run folder, step folder, or Hugging Face folder"),

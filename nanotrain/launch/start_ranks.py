@@ -92,12 +92,10 @@ def require_host_memory(num_ranks: int) -> None:
     """
     share = memory_per_rank(torch.device("cpu"), num_ranks)
     if share is not None and share < BYTES_PER_PROCESS:
-        raise EnvironmentFault(
-            f"{count_of(num_ranks, 'rank')} on this machine",
-            why=f"each has {describe_bytes(share)} of its memory, and Python with torch takes "
-            f"{describe_bytes(BYTES_PER_PROCESS)}",
-            fix=f"start at most {share * num_ranks // BYTES_PER_PROCESS:,} on it",
-        )
+        needed = describe_bytes(BYTES_PER_PROCESS)
+        why = f"each has {describe_bytes(share)} of its memory, and Python with torch takes {needed}"
+        fix = f"start at most {share * num_ranks // BYTES_PER_PROCESS:,} on it"
+        raise EnvironmentFault(f"{count_of(num_ranks, 'rank')} on this machine", why=why, fix=fix)
 
 
 @contextmanager
