@@ -180,8 +180,11 @@ def all_gather_object(obj: Any, group: Group) -> list[Any]:
     if group.size == 1:
         return [obj]
     with _blocking("all_gather_object", group):
-        levels = group.levels or (group,)
-        gathered: list[Any] = broadcast_along(levels, gather_along(levels, obj))
+        if group.levels:
+            gathered: list[Any] = broadcast_along(group.levels, gather_along(group.levels, obj))
+            return gathered
+        gathered = [None] * group.size
+        dist.all_gather_object(gathered, obj, group=group.process_group)
     return gathered
 
 
