@@ -26,8 +26,8 @@ from nanotrain.train.plans.plan import Plan
 class StepSettings:
     """What a step takes from its position in the run: functions of the samples consumed before it."""
 
-    num_samples: int = 0  # of the global batch
-    num_sequences: int = 0  # of the global batch: the same number unless samples are split
+    num_samples: int = 0  # samples of the global batch
+    num_sequences: int = 0  # sequences of the global batch; more than samples where these are split
     seq_length: int = 0  # tokens per sequence
     hidden_shape: tuple[int, ...] = ()  # [B, S, H] of this rank's hidden states between two stages
     rates: Mapping[str, Any] = field(default_factory=dict)  # arguments of `DistributedOptimizer.step`
@@ -58,10 +58,10 @@ class StepSettings:
 class GlobalBatch:
     """One rank's part of a global batch."""
 
-    microbatches: tuple[Batch, ...]  # of this rank, on its device
+    microbatches: tuple[Batch, ...]  # microbatches of this rank, on its device
     num_target_tokens: int  # unmasked target tokens of the global batch, over all ranks
     wait_s: float  # seconds that this rank waited for data
-    settings: StepSettings = StepSettings()  # of the step on this batch; the defaults in evaluation
+    settings: StepSettings = StepSettings()  # settings of the step on this batch; the defaults in evaluation
     wants_save: bool = False  # whether a rank requested a save before this batch
     counts: tuple[float, ...] = ()  # numbers that `BatchOptions.counts` returns, over all ranks
     busy_s: tuple[float, ...] = ()  # by rank: seconds of the previous step in which it did not wait for other ranks
@@ -74,7 +74,7 @@ class _Vote:
     microbatches: list[Batch]
     sums: Work[list[float]]
     num_counts: int
-    failure: NanotrainError | None  # of this rank
+    failure: NanotrainError | None  # error of this rank
     wait_s: float
     settings: StepSettings
 
@@ -88,7 +88,7 @@ class BatchOptions:
     is_ahead: bool = False  # whether to vote one step ahead
     prepare: Callable[[Batch], Batch] = lambda batch: batch  # changes a microbatch on the host as it is read
     counts: Callable[[Sequence[Batch]], list[float]] = lambda batches: []  # further numbers to sum over samples
-    settings: Callable[[], StepSettings] = StepSettings  # of the step on the batch that is read next
+    settings: Callable[[], StepSettings] = StepSettings  # settings of the batch that is read next
 
 
 class BatchIterator:

@@ -56,7 +56,7 @@ class Evaluation:
 
     loss: float  # mean cross-entropy per predicted token, in nats
     tokens: int  # predicted tokens
-    bytes: int | None  # of UTF-8 text in the predicted tokens; None if the tokenizer is unknown
+    bytes: int | None  # bytes of UTF-8 text in the predicted tokens; None if the tokenizer is unknown
 
     @property
     def perplexity(self) -> float:

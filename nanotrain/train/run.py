@@ -40,7 +40,7 @@ class TrainState:
     skipped_samples: int = 0  # left out after spikes; the index of the next sample is consumed + skipped samples
     spike_step: int = 0  # the highest step that was rolled back
     rollback_step: int = 0  # the step that the last rollback returned to
-    recent_losses: list[float] = field(default_factory=list)  # of the last steps, oldest first
+    recent_losses: list[float] = field(default_factory=list)  # losses of the last steps, oldest first
 
     def advance(self, *, samples: int, tokens: int) -> None:
         """Count one step."""

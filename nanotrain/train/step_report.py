@@ -129,13 +129,13 @@ class StepReport:
     seq_length: int | None = None  # tokens per sequence; None without a schedule of lengths
     data_stage: str | None = None  # name of the stage of its data; None without data stages
     valid_loss: float | None = None  # set on steps that end with a validation
-    valid_bits_per_byte: float | None = None  # of the same samples; None where the bytes of tokens are unknown
+    valid_bits_per_byte: float | None = None  # the same in bits per byte; None if bytes are unknown
     # of the previous step: the rank that waited least for others, and how much longer the others waited on average, as
     # a share of the step time. None on one rank and on GPUs, where the host does not wait
     slowest_rank: int | None = None
     wait_for_slowest: float | None = None
     save_stall_s: float | None = None  # seconds for which saves blocked this rank since the last row; None without one
-    spikes: SpikeScore | None = None  # of the run; reports are read in order
+    spikes: SpikeScore | None = None  # losses of the run so far; reports are read in order
     failed_saves: int | None = None  # checkpoints of the run that could not be written so far; None if there are none
 
     @property

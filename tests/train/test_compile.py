@@ -104,10 +104,10 @@ def test_the_page_counts_the_graphs_of_a_block(row, flags, model) -> None:  # de
 
 
 def test_all_layers_share_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[Any] = []
+    graphs_made: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
-        found.append(graph)
+        graphs_made.append(graph)
         return graph
 
     torch._dynamo.reset()
@@ -118,4 +118,4 @@ def test_all_layers_share_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with small_run(tmp_path, "--num-layers", str(num_layers), *more) as run:
         train(run)
     torch._dynamo.reset()
-    assert len(found) == 1
+    assert len(graphs_made) == 1

@@ -157,12 +157,12 @@ def test_file_lock_rank_of_a_machine_prepares_at_a_time(tmp_path):
         with _file_lock(tmp_path / "lock"):
             events.append("second")
 
-    other = threading.Thread(target=second)
+    waiting = threading.Thread(target=second)
     with _file_lock(tmp_path / "lock"):
-        other.start()
+        waiting.start()
         time.sleep(0.1)
         events.append("first is done")
-    other.join()
+    waiting.join()
     assert events == ["first is done", "second"]
 
 

@@ -105,8 +105,8 @@ def test_folders_that_a_run_writes_are_tried_before_a_device_is_on_every_rank(
     (tmp_path / "file").touch()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / ("file" if flag == "--run-dir" else "other"))
     (tmp_path / "other").mkdir()
-    other = "--save-fallback-dir" if flag == "--run-dir" else flag
-    assert main(arguments(tmp_path / "run", other, str(tmp_path / "file" / "sub"))) == 2
+    flag_of_folder = "--save-fallback-dir" if flag == "--run-dir" else flag
+    assert main(arguments(tmp_path / "run", flag_of_folder, str(tmp_path / "file" / "sub"))) == 2
     error = capfd.readouterr().err
     assert error.count("error: ") == 1 and f"choose another folder with {flag}" in error
     assert re.search("(run/checkpoints|file/sub) cannot be written: (File exists|Not a directory)", error), error
@@ -152,5 +152,5 @@ def test_a_request_for_text_is_printed_by_one_rank_and_nothing_is_trained(tmp_pa
     for local_rank, is_answered in (("0", True), ("1", False)):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         assert main([*arguments(tmp_path / "run"), *question.split()]) == 0
-        assert bool(capfd.readouterr().out) is is_answered
+        assert bool(capfd.readouterr().out) is is_answered, local_rank
     assert not (tmp_path / "run").exists()

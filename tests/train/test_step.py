@@ -50,13 +50,13 @@ def test_a_gradient_that_is_not_finite_skips_the_update(tmp_path):
     with small_run(tmp_path) as run:
         batch = run.batch_iterator.next()
         run.stages[0].get_parameter("final_norm.weight").data[0] = float("nan")
-        main = [tensor.clone() for tensor in run.optimizer.state_tensors().values()]
+        before = [tensor.clone() for tensor in run.optimizer.state_tensors().values()]
         result = train_step(run, batch)
-        held = run.optimizer.state_tensors().values()
+        after = run.optimizer.state_tensors().values()
         assert result.skipped and run.state.step == 1
         # its samples count for the schedule: the next learning rate is that of a run without skipped steps
         assert run.state.consumed_samples == result.settings.num_samples > 0
-        assert all(torch.equal(a, b, ) or a.isnan().any() for a, b in zip(main, held, strict=True))  # fmt: skip
+        assert all(torch.equal(a, b, ) or a.isnan().any() for a, b in zip(before, after, strict=True))  # fmt: skip
 
 
 def test_a_step_decays_weights_by_the_value_of_its_place_in_the_run(tmp_path):

@@ -109,13 +109,13 @@ def test_deviations_and_spikes_are_those_by_hand():
     losses = list(3 + 0.1 * draw.standard_normal(WINDOW + 200))
     losses[WINDOW + 150] = 5.0
     score = SpikeScore()
-    found = [score.add(loss) for loss in losses]
-    assert found[:MIN_STEPS] == [None] * MIN_STEPS and found[MIN_STEPS] is not None
+    scores = [score.add(loss) for loss in losses]
+    assert scores[:MIN_STEPS] == [None] * MIN_STEPS and scores[MIN_STEPS] is not None
     for step in (MIN_STEPS, 300, WINDOW + 100, WINDOW + 150):
         window = losses[max(0, step - WINDOW) : step]
-        assert found[step][0] == pytest.approx((losses[step] - np.mean(window)) / np.std(window), rel=1e-9)
-    assert found[WINDOW + 149][1] == 0.0
-    assert found[WINDOW + 150][0] > 7 and found[-1][1] == 1 / (len(losses) - MIN_STEPS)
+        assert scores[step][0] == pytest.approx((losses[step] - np.mean(window)) / np.std(window), rel=1e-9)
+    assert scores[WINDOW + 149][1] == 0.0
+    assert scores[WINDOW + 150][0] > 7 and scores[-1][1] == 1 / (len(losses) - MIN_STEPS)
 
 
 def test_a_loss_that_is_not_finite_is_a_spike_and_changes_no_window():

@@ -163,7 +163,7 @@ def find_difference(named: Mapping[str, Tensor], group: Group, *, when: str) -> 
     Args:
         named: parameters by name.
         group: the ranks.
-        when: for the error, as "after step 4".
+        when: moment of the comparison for the error, as "after step 4".
 
     Returns:
         the error for the first parameter that differs, the same on every rank; None if all are equal.

@@ -113,7 +113,8 @@ def describe(
         reports: reports of the steps since the last line, the printed step last.
         train_iters: steps of the run.
         num_devices: one per rank.
-        seconds_per_step: for the remaining time, validations and checkpoints included; None: the mean of `reports`.
+        seconds_per_step: time per step with validations and checkpoints, for the remaining time; None: the mean of
+            `reports`.
         width: columns; a longer line leaves out its least important parts.
         on_cpu: the memory is that of the whole process, not of tensors only.
     """

@@ -33,8 +33,7 @@ from nanotrain.train.step_report import SPIKE, StepReport
 
 log = get_logger(__name__)
 
-# of NotifyHook
-TIMEOUT_S = 10.0  # of one request
+TIMEOUT_S = 10.0  # of one request of NotifyHook
 LAST_WAIT_S = 5.0  # at the end of the run, for messages that are not yet sent
 QUIET_STEPS = 50  # after a message about a spike, without another
 

@@ -148,7 +148,7 @@ class StepParts:
 
     def __init__(self, parts: Mapping[str, StepPart], context: ParallelContext) -> None:
         self.by_name, self._context = dict(parts), context
-        self._sums: list[Tensor] = []  # of each part, in this step
+        self._sums: list[Tensor] = []  # sums of each part in this step
 
     def __iter__(self) -> Iterator[StepPart]:
         return iter(self.by_name.values())

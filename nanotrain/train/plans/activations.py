@@ -26,7 +26,7 @@ class StageBytes:
     kept: int  # from its forward to its backward
     recomputed: int  # additionally during its backward: the largest part that is recomputed or copied back at once
     complete: int  # without recomputation, as between I and W
-    freed: int = 0  # of `kept`, before the backward of the blocks begins
+    freed: int = 0  # bytes of `kept` freed before the backward of the blocks begins
 
 
 class Activations:
@@ -49,7 +49,7 @@ class Activations:
         self.sequence_parallel = config.parallel.sequence_parallel
         self.batch_size, self.seq_length = config.train.micro_batch_size, config.data.seq_length // self.cp
         self.tokens = self.batch_size * self.seq_length
-        self.outside = self.tokens // (self.tp if self.sequence_parallel else 1)  # of tensor-parallel layers
+        self.outside = self.tokens // (self.tp if self.sequence_parallel else 1)  # outside of tensor-parallel layers
         self.has_fp8 = config.precision.fp8 is not None
         self.itemsize = Precision.of(config.precision).params.itemsize
         self.width = self.shape.hidden_size * self.itemsize

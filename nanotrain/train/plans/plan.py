@@ -97,7 +97,7 @@ class Plan:
     # actions and transfers of a training step; `StepSchedules` has those of other batch sizes
     train_schedule: RankPlan
     valid_schedule: RankPlan  # forwards and transfers of a validation batch
-    flops_per_token: int  # of the whole model, forward and backward
+    flops_per_token: int  # FLOPs of the whole model, forward and backward
     # factor of the loss that the gradient collectives divide by: the ranks of `dp_cp` if they average, else 1
     num_averaged_ranks: int
 

@@ -42,8 +42,8 @@ class AttentionShape:
     positions: int  # B * S / cp
     num_heads: int  # query heads per tp rank
     num_groups: int  # key/value heads per tp rank
-    head_dim: int  # of queries and keys
-    value_head_dim: int  # of values
+    head_dim: int  # head dimension of queries and keys
+    value_head_dim: int  # head dimension of values
     itemsize: int  # bytes per element of the activations
 
     def key_value_bytes(self, *, itemsize: int = 0) -> int:

@@ -78,16 +78,16 @@ def test_weights_that_are_gathered_in_fp8_are_no_finding(tmp_path):
         "--data-parallel-sharding-strategy",
         "optim",
     )
-    hook, found = DebugNanHook(), []
+    hook, findings = DebugNanHook(), []
 
     class Look(Hook):
         def after_step(self, run, report) -> None:
-            found.append(hook._finding)
+            findings.append(hook._finding)
 
     with small_run(tmp_path, *FLAGS[2:], *fp8, "--train-iters", "2", "--global-batch-size", "2") as run:
         assert any(layer.fp8_weights is not None for layer in run.data_parallel)
         train(run, Look(), hook)
-    assert found == [None, None]
+    assert findings == [None, None]
 
 
 @ranks(2)

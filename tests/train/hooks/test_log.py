@@ -54,10 +54,10 @@ def test_a_part_that_does_not_fit_makes_room_for_shorter_ones():
 
 def test_a_line_names_the_rank_that_the_others_wait_for_only_where_the_wait_is_notable():
     slow = [report_of(step, slowest_rank=3, wait_for_slowest=0.18) for step in (4, 5)]
-    other = report_of(6, slowest_rank=1, wait_for_slowest=0.9)
+    faster_rank = report_of(6, slowest_rank=1, wait_for_slowest=0.9)
     assert "wait for rank 3 18%" in describe(slow, train_iters=9, num_devices=4)
     assert "wait for rank 3 12%" in describe(
-        [*slow, other], train_iters=9, num_devices=4
+        [*slow, faster_rank], train_iters=9, num_devices=4
     )  # a third of the steps without
     even = report_of(5, slowest_rank=3, wait_for_slowest=0.09)
     assert "wait for" not in describe([even], train_iters=9, num_devices=4)

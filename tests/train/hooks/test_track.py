@@ -52,8 +52,8 @@ def test_wandb_works_offline_without_a_key(tmp_path, monkeypatch, logged):
         monkeypatch.setenv(name, str(HANG_S))
     with small_run(tmp_path / "run", "--train-iters", "2", "--wandb", "--wandb-project", "test") as run:
         train(run, TrackHook())
-    (found,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
-    assert found.stat().st_size > 0
+    (run_file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    assert run_file.stat().st_size > 0
     assert any(line.startswith("wandb: offline, in ") for line in logged)
 
 

@@ -25,7 +25,7 @@ def histories(run: Run) -> dict[str, torch.Tensor]:
 
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
     """Law L3, with an amax history that is longer than the part before the stop."""
-    losses, found = {}, {}
+    losses, amaxes = {}, {}
     for name, stops in (("straight", ["5"]), ("stopped", ["2", "5"])):
         losses[name] = []
         for stop in stops:
@@ -33,12 +33,12 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> N
                 spy = Spy()
                 train(run, spy, CheckpointHook())
                 losses[name] += [report.output.loss for report in spy.reports]
-                found[name] = histories(run)
+                amaxes[name] = histories(run)
     assert losses["straight"] == losses["stopped"]
-    assert len(found["straight"]) == 7  # query, key, value, output, gate, up, down
-    for name, history in found["straight"].items():
+    assert len(amaxes["straight"]) == 7  # query, key, value, output, gate, up, down
+    for name, history in amaxes["straight"].items():
         assert (history > 0).all(), name
-        assert torch.equal(history, found["stopped"][name]), name
+        assert torch.equal(history, amaxes["stopped"][name]), name
 
 
 def test_a_run_without_a_history_starts_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -98,9 +98,9 @@ def test_training_follows_that_of_bf16(tmp_path: Path) -> None:
         ("blockwise", "e4m3"),
         ("mxfp8", "e4m3"),
     ):
-        found = falling_losses(tmp_path / recipe, "--bf16", "--fp8-format", name, "--fp8-recipe", recipe)
-        assert found[1:] != expected[1:]
-        assert found[-1] == pytest.approx(expected[-1], abs=0.05), recipe
+        losses = falling_losses(tmp_path / recipe, "--bf16", "--fp8-format", name, "--fp8-recipe", recipe)
+        assert losses[1:] != expected[1:]
+        assert losses[-1] == pytest.approx(expected[-1], abs=0.05), recipe
 
 
 @pytest.mark.parametrize("granularity", ["full", "selective"])
@@ -112,13 +112,13 @@ def test_recomputation_changes_no_bit_and_counts_amaxes_once(tmp_path: Path, gra
         if granularity == "full"
         else ["--recompute-modules", "layernorm", "moe_act", "core_attn"]
     )
-    found = []
+    outcomes = []
     for name, arguments in (("kept", []), ("recomputed", recompute)):
         with small_run(tmp_path / name, *STEPS, *DELAYED, *experts, *arguments, "--train-iters", "3") as run:
             spy = Spy()
             train(run, spy)
-            found.append(([(report.output.loss, report.output.grad_norm) for report in spy.reports], histories(run)))
-    (kept, kept_histories), (recomputed, recomputed_histories) = found
+            outcomes.append(([(report.output.loss, report.output.grad_norm) for report in spy.reports], histories(run)))
+    (kept, kept_histories), (recomputed, recomputed_histories) = outcomes
     assert kept == recomputed
     for name, history in kept_histories.items():
         assert torch.equal(history, recomputed_histories[name]), name

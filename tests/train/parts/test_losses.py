@@ -47,17 +47,17 @@ def losses_of(ctx: ParallelContext, case: Case) -> list[dict[str, float] | None]
     run.batches.restart(consumed_samples=0, skipped_samples=0)
     heads = [stage.head for stage in run.stages.values() if stage.head is not None]
     run.parts.by_name["source_losses"] = SourceLosses(source_names(DATA), heads=heads, device=ctx.device)
-    found: list[dict[str, float] | None] = []
+    losses: list[dict[str, float] | None] = []
     sums = np.zeros((2, 2))
     for step in range(2):
         if ctx.topology.world_size == 1:
             sums += by_hand(run.stages[0], range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH))
         batch = run.batch_iterator.next()
         assert batch is not None
-        found.append(train_step(run, batch, is_logged=step == 1).metrics.get("source_losses"))
+        losses.append(train_step(run, batch, is_logged=step == 1).metrics.get("source_losses"))
     if ctx.topology.world_size == 1:
-        found.append(dict(zip(source_names(DATA), sums[0] / sums[1], strict=True)))
-    return found
+        losses.append(dict(zip(source_names(DATA), sums[0] / sums[1], strict=True)))
+    return losses
 
 
 def by_hand(stage: Any, samples: range) -> np.ndarray:
@@ -79,8 +79,8 @@ def test_every_layout_has_the_losses_by_hand() -> None:
         parallel = {SHORT_NAMES.get(name, name): value for name, value in sizes.items()}
         axes = {name: value for name, value in sizes.items() if name != "sequence_parallel"}
         case = Case(2).but(train={"micro_batch_size": 3}, parallel=parallel)
-        for found in run_ranks(num_ranks, losses_of, case, threads=True, **axes):
-            assert found[1] == pytest.approx(single, rel=1e-5), sizes
+        for reported in run_ranks(num_ranks, losses_of, case, threads=True, **axes):
+            assert reported[1] == pytest.approx(single, rel=1e-5), sizes
 
 
 def test_names_are_the_ends_of_paths_that_differ(tmp_path) -> None:

@@ -135,12 +135,12 @@ def test_layouts_agree_on_the_norm_of_all_the_zeros_and_the_largest_logit(tmp_pa
     tp += " --data-parallel-sharding-strategy optim_grads"
     run_ranks(1, run_command_lines, arguments(tmp_path / "one", steps, LOGGED))
     run_ranks(4, run_command_lines, arguments(tmp_path / "four", steps, LOGGED, tp), tp=2, strategy="optim_grads")
-    one, four = (
+    single_rank, four_ranks = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("one", "four")
     )
-    for row, expected in zip(four, one, strict=True):
+    for row, expected in zip(four_ranks, single_rank, strict=True):
         assert row["params_norm"] == pytest.approx(expected["params_norm"], rel=1e-6)
         assert row["num_zeros_in_grad"] == expected["num_zeros_in_grad"] > 0
         assert row["max_attention_logit"] == pytest.approx(expected["max_attention_logit"], rel=1e-4)
-    assert one[0]["max_attention_logit"] != one[1]["max_attention_logit"], "each logged step starts anew"
+    assert single_rank[0]["max_attention_logit"] != single_rank[1]["max_attention_logit"], "each step starts anew"

@@ -174,9 +174,9 @@ def test_a_stage_without_layers_keeps_no_blocks(words: str) -> None:
 
 def test_a_layer_of_multi_token_prediction_keeps_what_is_planned():
     for dtype in ("", "--bf16"):
-        none, two = (
+        without_mtp, with_mtp = (
             run_ranks(1, stage_kept_and_planned, f"{SIZES} {LLAMA} {dtype} --mtp-num-layers {number}")[0]
             for number in (0, 2)
         )
-        counted, planned = (after - before for before, after in zip(none, two, strict=True))
+        counted, planned = (after - before for before, after in zip(without_mtp, with_mtp, strict=True))
         assert planned == pytest.approx(counted, rel=TOLERANCE), dtype

@@ -239,9 +239,9 @@ def check_buffers(run: Run) -> None:
     for dp, buffer in zip(wrappers, run.plan.buffers, strict=True):
         start = dp.param_buffer.data_ptr()
         for bucket in buffer.layout.buckets:
-            for held in bucket.params:
-                offset = (parameters[held.name].data_ptr() - start) // dp.param_buffer.itemsize
-                assert (offset, offset + parameters[held.name].numel()) == (held.start, held.stop)
+            for param in bucket.params:
+                offset = (parameters[param.name].data_ptr() - start) // dp.param_buffer.itemsize
+                assert (offset, offset + parameters[param.name].numel()) == (param.start, param.stop)
         params += dp.param_buffer.nbytes
         grads += sum(nbytes(bucket.grads.shard for bucket in dp.buckets).values())
         pools = {id(bucket.grads.pool): bucket.grads.pool for bucket in dp.buckets if hasattr(bucket.grads, "pool")}

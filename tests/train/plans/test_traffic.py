@@ -42,9 +42,9 @@ def test_measured_bytes_are_those_of_the_closed_form(comm_type, size):
             value_head_dim=shape.value_head_dim,
             itemsize=dtype.itemsize,
         )
-        found = run_ranks(size, sent_by_this_rank, comm_type, shape, dtype, cp=size)
+        sent = run_ranks(size, sent_by_this_rank, comm_type, shape, dtype, cp=size)
         planned = {operation: sum(both) for operation, both in ATTENTION_BYTES[comm_type](layer, size).items()}
-        assert found == [planned] * size
+        assert sent == [planned] * size, shape
 
 
 def test_closed_forms_belong_to_core_attentions():
@@ -67,7 +67,7 @@ def backward_gathers(
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_without_groups_every_unit_is_gathered_once(ahead: int) -> None:
     for groups in ([], [range(i, i + 1) for i in range(1, 6)]):
-        assert dict(backward_gathers(groups, ahead=ahead)) == dict.fromkeys(range(8), 1)
+        assert dict(backward_gathers(groups, ahead=ahead)) == dict.fromkeys(range(8), 1), groups
 
 
 @pytest.mark.parametrize(

@@ -39,14 +39,14 @@ def test_main_params_have_the_digits_of_the_files(exported, tmp_path, main_param
     folder, saved = exported
     start = ("--pretrained-checkpoint", str(folder), *LOW, "--main-params-dtype", main_params, "--ema-decay", "0.5")
     with small_run(tmp_path / "low", *start) as run:
-        held = {box.name: tensor for box, tensor in run.optimizer.state_tensors().items()}
+        loaded = {box.name: tensor for box, tensor in run.optimizer.state_tensors().items()}
         for name, weight in run.stages[0].named_parameters():
             expected = saved[f"model/{name}"]
-            error = (held[f"model/{name}"] - expected).abs()
+            error = (loaded[f"model/{name}"] - expected).abs()
             # fp16 with a scale per block: Megatron-LM's precision-aware optimizer
             assert torch.all(error <= (0 if main_params == "fp32" else 2**-11) * expected.abs().max()), name
-            assert torch.equal(held[f"ema/{name}"], held[f"model/{name}"])
-            assert torch.equal(weight, held[f"model/{name}"].bfloat16()), name
+            assert torch.equal(loaded[f"ema/{name}"], loaded[f"model/{name}"])
+            assert torch.equal(weight, loaded[f"model/{name}"].bfloat16()), name
 
 
 def _held(ctx: ParallelContext, folder: Path, pretrained: Path) -> dict[TensorBox, Tensor]:
@@ -74,8 +74,8 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def corpora(tmp_path: Path) -> Path:
     """Infos of four corpora: two of one BPE, one of another with as many tokens, one of an unknown tokenizer."""
-    first, other = (train_bpe([text] * 9, 262) for text in ("low lower lowest", "new newer newest"))
-    for name, tokenizer in (("a", first), ("b", first), ("c", other)):
+    first, second = (train_bpe([text] * 9, 262) for text in ("low lower lowest", "new newer newest"))
+    for name, tokenizer in (("a", first), ("b", first), ("c", second)):
         tokenizer.save(tmp_path / f"{name}.tokenizer")
         write_info(tmp_path / name, CorpusInfo(f"{name}.tokenizer", 262))
     write_info(tmp_path / "unknown", CorpusInfo())
@@ -102,4 +102,4 @@ def test_a_checkpoint_of_another_tokenizer_is_named(corpora, weights, corpus, wa
 def test_a_hugging_face_folder_of_another_tokenizer_is_named(corpora, logged):
     for folder, corpus, warns in (("a.tokenizer", "b", 0), ("c.tokenizer", "b", 1), (".", "b", 1)):
         warn_after_import(corpora / folder, _data(corpora, corpus))
-        assert "".join(logged).count("in which the same id") == warns
+        assert "".join(logged).count("in which the same id") == warns, folder

@@ -30,8 +30,8 @@ def test_a_resumed_run_has_state_and_weights_and_names_changed_settings(tmp_path
         saved = {box.name: tensor.clone() for box, tensor in run.optimizer.state_tensors().items()}
     with small_run(tmp_path, "--train-iters", "3", "--lr", "0.5") as resumed:
         assert (resumed.state.step, resumed.state.consumed_samples) == (2, 2)
-        held = {box.name: tensor for box, tensor in resumed.optimizer.state_tensors().items()}
-        assert all(torch.equal(held[name], tensor) for name, tensor in saved.items())
+        loaded = {box.name: tensor for box, tensor in resumed.optimizer.state_tensors().items()}
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
     assert any("settings changed since the checkpoint was written: optim.lr" in line for line in logged)
 
 
@@ -41,8 +41,8 @@ def test_moments_of_another_dtype_are_converted_and_named(tmp_path, logged):
         train(run, CheckpointHook())
         saved = {box.name: tensor.float() for box, tensor in run.optimizer.state_tensors().items()}
     with small_run(tmp_path, "--train-iters", "3") as resumed:
-        held = {box.name: tensor for box, tensor in resumed.optimizer.state_tensors().items()}
-        assert all(torch.equal(held[name], tensor) for name, tensor in saved.items())
+        loaded = {box.name: tensor for box, tensor in resumed.optimizer.state_tensors().items()}
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
     assert any("precision.exp_avg_dtype bf16 -> fp32" in line for line in logged)
 
 
@@ -188,10 +188,10 @@ def test_damage_found_while_loading_falls_back_to_the_newest_sound_one(
     spoil(step(folder, 3))
     with small_run(folder, *SAVES) as run:
         assert run.state.step == 2
-        held = {box.name: tensor.clone() for box, tensor in run.optimizer.state_tensors().items()}
+        loaded = {box.name: tensor.clone() for box, tensor in run.optimizer.state_tensors().items()}
         with small_run(folder.with_name("reference"), "--load", str(step(folder, 2))) as reference:
             expected = {box.name: tensor for box, tensor in reference.optimizer.state_tensors().items()}
-            assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
+            assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
     (line,) = [line for line in logged if "cannot be loaded" in line]
     assert line.startswith("step-00000003 cannot be loaded") and line.endswith("resuming from step-00000002")
     assert reason in line
@@ -208,8 +208,8 @@ def test_finetune_starts_from_weights_without_a_state(folder: Path) -> None:
 def test_what_is_named_with_load_is_never_replaced(folder: Path) -> None:
     flip(step(folder, 3))
     for load in (step(folder, 3), folder):
-        other = folder.with_name("other")
-        with pytest.raises(DamagedCheckpoint, match="crc32"), small_run(other, "--load", str(load)):
+        elsewhere = folder.with_name("elsewhere")
+        with pytest.raises(DamagedCheckpoint, match="crc32"), small_run(elsewhere, "--load", str(load)):
             pass
     # nor where the run has older ones
     with small_run(folder) as run, pytest.raises(DamagedCheckpoint, match="crc32"):
@@ -232,8 +232,8 @@ def test_a_vocabulary_padded_to_another_number_of_rows_loads(tmp_path: Path, bef
         train(run, CheckpointHook())
         saved = {box.name: tensor.clone() for box, tensor in run.optimizer.state_tensors().items()}
     with small_run(tmp_path, *SAVES, padding, str(after)) as resumed:
-        held = {box.name: tensor for box, tensor in resumed.optimizer.state_tensors().items()}
-        for name, tensor in held.items():
+        loaded = {box.name: tensor for box, tensor in resumed.optimizer.state_tensors().items()}
+        for name, tensor in loaded.items():
             same = min(260, len(tensor)) if "embedding.word" in name or "head" in name else len(tensor)
             assert torch.equal(tensor[:same], saved[name][:same]), name
             assert not tensor[same:].any(), "padding is zero"
@@ -242,8 +242,11 @@ def test_a_vocabulary_padded_to_another_number_of_rows_loads(tmp_path: Path, bef
 def test_another_vocabulary_is_another_model_even_with_as_many_rows(tmp_path: Path) -> None:
     with small_run(tmp_path, *SAVES, "--make-vocab-size-divisible-by", "300") as run:
         train(run, CheckpointHook())
-    other = ("--make-vocab-size-divisible-by", "290", "--vocab-size", "270")
-    with pytest.raises(CheckpointError, match="vocab_size 260 there, 270 here"), small_run(tmp_path, *other):
+    larger_vocabulary = ("--make-vocab-size-divisible-by", "290", "--vocab-size", "270")
+    with (
+        pytest.raises(CheckpointError, match="vocab_size 260 there, 270 here"),
+        small_run(tmp_path, *larger_vocabulary),
+    ):
         pass
 
 
