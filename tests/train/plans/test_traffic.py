@@ -23,7 +23,8 @@ def sent_by_this_rank(ctx, comm_type, shape, dtype):
     core_attention = build_core_attention(comm_type, group)
     query, key, value = (tensor.requires_grad_() for tensor in (given.query, given.key, given.value))
     ctx.traffic.reset()
-    out = core_attention(query, key=key, value=value, mask=core_attention.plan_mask(None, tokens=query[:, :, 0, 0]))
+    mask = core_attention.plan_mask(None, tokens=query[:, :, 0, 0])
+    out = core_attention(query, key=key, value=value, mask=mask, scores=None)
     out.backward(given.out)
     sent = {op: ctx.traffic.bytes("cp", op) for op in OPS if ctx.traffic.bytes("cp", op)}
     assert sum(sent.values()) == ctx.traffic.bytes(), "nothing else is sent"
