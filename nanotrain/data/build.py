@@ -119,14 +119,14 @@ def _stage_blends(data: DataConfig) -> list[tuple[WeightedPrefix, ...]]:
 
 def _stage(datasets: Sequence[GPTDataset], data: DataConfig) -> BlendedDataset:
     """The blends of all stages over the corpora of `_paths`, each corpus once."""
-    places = {dataset.corpus.prefix: place for place, dataset in enumerate(datasets)}
+    indices = {dataset.corpus.prefix: index for index, dataset in enumerate(datasets)}
     stages = []
     for stage, blend in zip(read_stages(data.stages), _stage_blends(data), strict=True):
         weights: dict[int, Fraction] = {}
         for entry in blend:
-            place = places[entry.prefix]
-            weight = Fraction(datasets[place].samples_per_epoch) if entry.weight is None else entry.weight
-            weights[place] = weights.get(place, Fraction(0)) + weight
+            index = indices[entry.prefix]
+            weight = Fraction(datasets[index].samples_per_epoch) if entry.weight is None else entry.weight
+            weights[index] = weights.get(index, Fraction(0)) + weight
         stages.append(StageBlend(stage.name, stage.start, tuple(weights), tuple(weights.values())))
     return BlendedDataset(datasets, stages)
 

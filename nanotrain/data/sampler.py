@@ -83,8 +83,8 @@ def microbatch_samples(config: SamplerConfig, *, consumed_samples: int, microbat
     [43, -34]
     """
     first = (microbatch * config.dp_size + config.dp_rank) * config.micro_batch_size
-    places, size = range(first, first + config.micro_batch_size), config.size_at(consumed_samples)
-    return [consumed_samples + place if place < size else ~consumed_samples for place in places]
+    positions, size = range(first, first + config.micro_batch_size), config.size_at(consumed_samples)
+    return [consumed_samples + position if position < size else ~consumed_samples for position in positions]
 
 
 @dataclass(frozen=True)
