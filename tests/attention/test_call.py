@@ -73,9 +73,9 @@ def test_masked_scores_do_not_count(window: int | None, block_numel: int) -> Non
     mask = full_mask(None, length=LENGTH, window=window)
     turned = [x.transpose(1, 2) for x in (query, key, value)]
     chunk = AttentionChunk(*turned, mask if window else None, window is None, scale=HEAD_DIM**-0.5)
-    found = largest_logits(chunk, block_numel=block_numel)
-    torch.testing.assert_close(found, expected(query, key, mask))
-    assert found.max() < expected(query, key, torch.ones_like(mask)).max() / 2, "the later key would have shown"
+    actual = largest_logits(chunk, block_numel=block_numel)
+    torch.testing.assert_close(actual, expected(query, key, mask))
+    assert actual.max() < expected(query, key, torch.ones_like(mask)).max() / 2, "the later key would have shown"
 
 
 def test_a_head_that_attends_to_nothing_has_no_logit() -> None:
@@ -88,9 +88,9 @@ def observed(core, tensors, mask) -> torch.Tensor:
     largest = torch.full((HEADS,), -torch.inf)
 
     def observe(chunk: AttentionChunk, *, first_head: int = 0) -> None:
-        found = largest_logits(chunk)
-        heads = largest[first_head : first_head + len(found)]
-        torch.maximum(heads, found, out=heads)
+        actual = largest_logits(chunk)
+        heads = largest[first_head : first_head + len(actual)]
+        torch.maximum(heads, actual, out=heads)
 
     query, key, value = tensors
     core(query, key=key, value=value, mask=mask, scores=ScoreOptions(observe=observe))

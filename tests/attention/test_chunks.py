@@ -60,8 +60,8 @@ def test_the_fused_operator_equals_the_eager_form(keys, seed):
         # merged with further keys, a chunk's rows have a larger log-sum-exp
         merged = AttentionResult(eager.out, eager.lse.clamp(min=0) + 1)
         gradients = (ops.backward(chunk, merged, grad=torch.ones_like(eager.out)) for ops in (FUSED_CPU, EAGER))
-        for one, other in zip(*(vars(result).values() for result in gradients), strict=True):
-            torch.testing.assert_close(one, other)
+        for gradient, reference in zip(*(vars(result).values() for result in gradients), strict=True):
+            torch.testing.assert_close(gradient, reference)
 
 
 @pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
@@ -114,8 +114,8 @@ def test_gradients_are_those_of_autograd(value_head_dim):
     result = chunk_forward(grouped)
     torch.testing.assert_close(result.out, out.detach())
     gradients = chunk_backward(grouped, result, grad=grad)
-    for one, other in zip((gradients.query, gradients.key, gradients.value), expected, strict=True):
-        torch.testing.assert_close(one, other)
+    for gradient, reference in zip((gradients.query, gradients.key, gradients.value), expected, strict=True):
+        torch.testing.assert_close(gradient, reference)
 
 
 def test_gradients_of_shared_heads_are_summed_in_fp32():
@@ -175,8 +175,8 @@ def run_both(core, options: ScoreOptions, *, ids: Tensor | None, window: int | N
 def test_one_rank_computes_the_formula(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "EAGER_SCORES", 300)  # a few queries at a time
     for ids, window in ((None, None), (segments(SHAPE), 5)):
-        for found, expected in run_both(SDPAttention(), CASES[name], ids=ids, window=window, shard=lambda x: x):
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        for actual, expected in run_both(SDPAttention(), CASES[name], ids=ids, window=window, shard=lambda x: x):
+            torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 @ranks(2, cp=2)
@@ -195,5 +195,5 @@ def test_every_core_attention_computes_the_same(ctx) -> None:
                 )
                 if options.sink is not None:  # each rank has the part of its queries or heads
                     torch.distributed.all_reduce(pairs[-1][0])
-                for found, expected in pairs:
-                    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=f"{comm_type} {name}")
+                for actual, expected in pairs:
+                    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9, msg=f"{comm_type} {name}")

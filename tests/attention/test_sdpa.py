@@ -31,8 +31,8 @@ def test_gradients_of_grouped_heads_are_added_up_in_fp32(dtype: torch.dtype, tol
         query, key, value = (x.detach().to(kind).requires_grad_() for x in inputs)
         attend(query, key=key, value=value).backward(grad.to(kind))
         gradients.append([x.grad.double() for x in (query, key, value) if x.grad is not None])
-    for found, expected in zip(*gradients, strict=True):
-        assert (found - expected).norm() <= tolerance * expected.norm()
+    for actual, expected in zip(*gradients, strict=True):
+        assert (actual - expected).norm() <= tolerance * expected.norm()
 
 
 def test_one_graph_attends_to_sequences_of_any_length() -> None:

@@ -107,8 +107,8 @@ def test_output_and_gradients_are_those_of_the_formula(queries_per_mask, window,
             random_inputs(shape, dtype=torch.float64), full_mask(segments(shape), length=shape.length, window=window)
         )
         for dtype, bound in BOUNDS.items():
-            found = run(SDPAttention(), random_inputs(shape, dtype=dtype), segments(shape), window=window)
-            for ours, theirs in zip(found, expected, strict=True):
+            actual = run(SDPAttention(), random_inputs(shape, dtype=dtype), segments(shape), window=window)
+            for ours, theirs in zip(actual, expected, strict=True):
                 assert (ours.double() - theirs).abs().max() <= bound * theirs.abs().max(), dtype
 
 

@@ -37,9 +37,9 @@ def defer_and_compare(ctx, sequence_parallel: bool, num_groups: int) -> None:
     expected, received = sharded_pass(now), watch(later)
     for _ in range(2):
         with queue.defer():
-            found = sharded_pass(later)
-        assert torch.equal(found.out, expected.out)
-        assert torch.equal(found.grads["x"], expected.grads["x"])
+            actual = sharded_pass(later)
+        assert torch.equal(actual.out, expected.out)
+        assert torch.equal(actual.grads["x"], expected.grads["x"])
         assert received == ["output.bias"], "added after the reduction, by autograd"
         accumulate_wgrads(queue.take())
         assert sorted(received) == sorted(name for name, _ in later.named_parameters())
@@ -47,8 +47,8 @@ def defer_and_compare(ctx, sequence_parallel: bool, num_groups: int) -> None:
             assert torch.equal(parameter.grad, expected.grads[name])
             parameter.grad = None
         received.clear()
-    found = sharded_pass(later)  # outside `defer` nothing is deferred
-    assert all(torch.equal(found.grads[name], grad) for name, grad in expected.grads.items())
+    actual = sharded_pass(later)  # outside `defer` nothing is deferred
+    assert all(torch.equal(actual.grads[name], grad) for name, grad in expected.grads.items())
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
@@ -69,10 +69,10 @@ def test_gradients_of_two_microbatches_add_up_in_the_order_they_are_run(ctx):
     for wgrads in work:
         accumulate_wgrads(wgrads)
     for name, parameter in network.named_parameters():
-        found = parameter.grad / 2
+        actual = parameter.grad / 2
         if name in network.partial_names():
-            all_reduce(found, ctx.group("tp"))
-        torch.testing.assert_close(found, network.shard(name, reference_pass(2).grads[name]), rtol=1e-5, atol=1e-5)
+            all_reduce(actual, ctx.group("tp"))
+        torch.testing.assert_close(actual, network.shard(name, reference_pass(2).grads[name]), rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_that_are_ready_are_accumulated_with_their_hooks():

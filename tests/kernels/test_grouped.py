@@ -59,10 +59,10 @@ def test_weight_gradients_without_tokens_are_zero_where_torch_leaves_memory(capa
     monkeypatch.setattr(grouped, "compute_capability", lambda _: capability)
     rows, weight, grad, offs = parts([3, 0, 5, 0], 0)
     out = grouped_linear(rows, weight, offs=offs, options=GroupedOptions(UnwrittenMM()))
-    (found,) = torch.autograd.grad(out, weight, grad)
+    (actual,) = torch.autograd.grad(out, weight, grad)
     (expected,) = torch.autograd.grad(by_hand(rows, weight, [3, 0, 5, 0]), weight, grad)
-    torch.testing.assert_close(found[[0, 2]], expected[[0, 2]])
-    assert (found[[1, 3]] == 0).all() == is_zeroed
+    torch.testing.assert_close(actual[[0, 2]], expected[[0, 2]])
+    assert (actual[[1, 3]] == 0).all() == is_zeroed
 
 
 @pytest.mark.parametrize("gemm", [GroupedMM(), LoopedMM(), PoisonedMM()])
@@ -73,10 +73,10 @@ def test_every_gemm_multiplies_each_token_by_its_expert(gemm, counts, tail):
     out = grouped_linear(rows, weight, offs=offs, options=GroupedOptions(gemm, may_drop=tail > 0))
     expected = by_hand(rows, weight, counts)
     torch.testing.assert_close(out, expected)
-    found = torch.autograd.grad(out, (rows, weight), grad)
-    for one, other in zip(found, torch.autograd.grad(expected, (rows, weight), grad), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    assert (found[0][sum(counts) :] == 0).all()
+    actual = torch.autograd.grad(out, (rows, weight), grad)
+    for value, reference in zip(actual, torch.autograd.grad(expected, (rows, weight), grad), strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-5)
+    assert (actual[0][sum(counts) :] == 0).all()
 
 
 @pytest.mark.parametrize("gemm", [GroupedMM(), LoopedMM()])
@@ -122,9 +122,9 @@ def test_without_tokens_torch_is_not_called(monkeypatch):
     monkeypatch.setattr(grouped, "_grouped_mm", None)
     rows, weight, grad, offs = parts([0, 0, 0], 0)
     out = grouped_linear(rows, weight, offs=offs, options=GroupedOptions(GroupedMM()))
-    found = torch.autograd.grad(out, (rows, weight), grad)
-    assert out.shape == (0, OUTPUTS) and found[0].shape == rows.shape
-    assert torch.equal(found[1], torch.zeros_like(weight))
+    actual = torch.autograd.grad(out, (rows, weight), grad)
+    assert out.shape == (0, OUTPUTS) and actual[0].shape == rows.shape
+    assert torch.equal(actual[1], torch.zeros_like(weight))
 
 
 @pytest.mark.parametrize("gemm", [GroupedMM(), LoopedMM()])
@@ -135,10 +135,10 @@ def test_16_bit_products_on_a_cpu_are_over_multiples_of_64_tokens(gemm, monkeypa
     counts = [70, 0, 3, 64]
     rows, weight, grad, offs = parts(counts, 2, dtype=torch.bfloat16)
     out = grouped_linear(rows, weight, offs=offs, options=GroupedOptions(gemm, may_drop=True))
-    found = torch.autograd.grad(out, (rows, weight), grad)
+    actual = torch.autograd.grad(out, (rows, weight), grad)
     assert {a[0] for a, b in shapes[:8]} == {128, 0, 64} and {b[0] for a, b in shapes[8:]} == {128, 0, 64}
     monkeypatch.undo()
     expected = by_hand(rows.float(), weight.float(), counts)
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
-    for one, other in zip(found, torch.autograd.grad(expected, (rows, weight), grad.float()), strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-1)
+    for value, reference in zip(actual, torch.autograd.grad(expected, (rows, weight), grad.float()), strict=True):
+        torch.testing.assert_close(value, reference, rtol=2e-2, atol=1e-1)

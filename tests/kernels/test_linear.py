@@ -26,9 +26,9 @@ def test_the_products_of_a_layer_are_those_of_autograd(has_bias: bool, is_frozen
     expected = torch.autograd.grad(out, [x, *linear.trained_params], grad)
 
     assert len(linear.trained_params) == has_bias + (not is_frozen)
-    found = [linear.dgrad(grad), *linear.wgrad(grad, x.detach())]
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    actual = [linear.dgrad(grad), *linear.wgrad(grad, x.detach())]
+    for value, reference in zip(actual, expected, strict=True):
+        torch.testing.assert_close(value, reference)
 
 
 def test_the_input_gradients_of_several_layers_add_up() -> None:

@@ -18,7 +18,7 @@ from tests.kernels.writing_network import I, Network, O, T, V, draw, microbatch,
 def test_written_gradients_are_those_that_autograd_returns(
     dtype: torch.dtype, is_deferred: bool, strategy: str
 ) -> None:
-    found, is_sharded = [], strategy == "optim_grads"
+    results, is_sharded = [], strategy == "optim_grads"
     for writes in (False, True):
         queue = WgradQueue() if is_deferred else None
         network = Network(queue)
@@ -27,9 +27,9 @@ def test_written_gradients_are_those_that_autograd_returns(
         # A weight of several units would hold full-size storage from its first use to its last.
         assert (grad_view_of(network.head) is not None) == (writes and not is_sharded)
         step(network, parallel, queue=queue)  # the second step overwrites what the first left behind
-        found.append(step(network, parallel, queue=queue))
+        results.append(step(network, parallel, queue=queue))
     tolerance = 1e-5 if dtype is torch.float32 else 3e-2
-    torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=tolerance * found[0].abs().max().item())
+    torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance * results[0].abs().max().item())
 
 
 def test_a_bucket_borrows_storage_only_after_the_bucket_before_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:

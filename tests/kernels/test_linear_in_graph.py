@@ -41,33 +41,33 @@ def test_graphs_write_to_the_bit_what_autograd_returns(monkeypatch: pytest.Monke
     network, parallel, written = compiled()
     step(network, parallel)  # the second step overwrites what the first left behind
     written.clear()
-    found = step(network, parallel)
+    eager = step(network, parallel)
     assert sorted(written) == sorted(2 * ["head", "first.weight", "second.weight", "last.weight"]), "per microbatch"
     # Recomputation gives the backward other tensors of the weights.
     block = network.block
     network.block = partial(checkpoint, block, use_reentrant=False)  # type: ignore[method-assign]
-    assert torch.equal(step(network, parallel), found)
+    assert torch.equal(step(network, parallel), eager)
     network.block = block  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="--no-gradient-accumulation-fusion"):  # outside of a step
         network.block(draw("hidden", 2, 5, 8).bfloat16().requires_grad_()).sum().backward()
     # where this torch cannot declare the effect
     monkeypatch.setattr(linear, "CAN_TRACE", False)
     network, parallel, written = compiled()
-    assert torch.equal(step(network, parallel), found)
+    assert torch.equal(step(network, parallel), eager)
     assert set(written) == {"head"}, "the loss is outside of graphs"
 
 
 @pytest.mark.skipif(not linear.CAN_TRACE, reason="graphs write none with torch 2.10")
 def test_graphs_write_to_storage_that_a_bucket_borrows_where_it_is_the_only_one_of_the_unit() -> None:
-    rules, found = LayoutRules(bucket_size=10_000, gathers_by_unit=True), []
+    rules, results = LayoutRules(bucket_size=10_000, gathers_by_unit=True), []
     for writes in (False, True):
         network, parallel, written = compiled(writes=writes, strategy="optim_grads", rules=rules)
         step(network, parallel)
-        found.append(step(network, parallel))
+        results.append(step(network, parallel))
         assert set(written) == ({"first.weight", "second.weight", "last.weight"} if writes else set())
         (pool,) = {bucket.grads._pool for bucket in parallel.buckets}  # type: ignore[union-attr]
         assert pool.num_allocated <= 2
-    assert torch.equal(*found)
+    assert torch.equal(*results)
 
 
 def test_graphs_return_gradients_of_units_with_several_buckets_that_borrow_storage() -> None:

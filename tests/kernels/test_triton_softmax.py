@@ -35,16 +35,16 @@ def test_loss_and_gradient_of_two_shards_equal_fp64(interpreted, dtype):
     (-log_probs.sum()).backward()
     shards = [full[:, :37].clone(), full[:, 37:].contiguous()]
     local = torch.cat([interpreted.row_logsumexp(shard) for shard in shards], dim=1)
-    total, found = local.logsumexp(1, keepdim=True), []
+    total, actual = local.logsumexp(1, keepdim=True), []
     for index, shard in enumerate(shards):
         column = labels[:, None] - 37 * index
         is_local = ((column >= 0) & (column < 37)).float()
-        found.append(
+        actual.append(
             loss.softmax_gradient(shard, column=column.clamp(0, 36), is_local=is_local, combine=lambda _: total)
         )
-        assert found[-1][1].data_ptr() == shard.data_ptr(), "in place"
-    torch.testing.assert_close(found[0][0] + found[1][0], log_probs.detach().float(), rtol=1e-5, atol=1e-5)
-    gradient = torch.cat([part for _, part in found], dim=1)
+        assert actual[-1][1].data_ptr() == shard.data_ptr(), "in place"
+    torch.testing.assert_close(actual[0][0] + actual[1][0], log_probs.detach().float(), rtol=1e-5, atol=1e-5)
+    gradient = torch.cat([part for _, part in actual], dim=1)
     torch.testing.assert_close(gradient.double(), exact.grad, rtol=TOLERANCE[dtype], atol=1e-6)
 
 

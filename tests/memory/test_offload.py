@@ -54,8 +54,8 @@ def gradients(functions, blocks: list[Block]) -> list[Tensor]:
 def test_values_and_gradients_are_the_same_and_each_storage_is_copied_once(calls):
     blocks = [Block(seed) for seed in range(3)]
     expected = gradients(blocks, blocks)
-    found = gradients([*offloaded(blocks[:2]), blocks[2]], blocks)
-    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    actual = gradients([*offloaded(blocks[:2]), blocks[2]], blocks)
+    assert all(torch.equal(value, reference) for value, reference in zip(expected, actual, strict=True))
     # Per block its input and the product; not the parameter and the table. The one of block 0 returns beside block 1's.
     assert calls == ["to host"] * 4 + ["return"] * 4
 

@@ -35,7 +35,7 @@ def test_a_checkpointed_function_keeps_its_inputs_only():
     plain, values = kept_and_gradients(chained_products, *inputs())
     kept, again = kept_and_gradients(recompute.checkpointed(chained_products), *inputs())
     assert (plain, kept) == (3 * N * N * 4, 0)
-    assert all(torch.equal(one, other) for one, other in zip(values, again, strict=True))
+    assert all(torch.equal(value, reference) for value, reference in zip(values, again, strict=True))
 
 
 def test_the_second_run_is_marked_also_when_it_stops_early():
@@ -114,7 +114,7 @@ def test_an_output_that_is_saved_several_times_is_recomputed_once():
     assert not saved.tensors and len(runs) == 1
     gradients = torch.autograd.grad(out.sum(), [x, *matrices])
     expected = torch.autograd.grad(products(scaled_sine(x), matrices=matrices).sum(), [x, *matrices])
-    assert len(runs) == 2 and all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
+    assert len(runs) == 2 and all(map(torch.equal, gradients, expected))
 
 
 def test_several_outputs_one_a_view_and_one_empty():
@@ -129,7 +129,7 @@ def test_several_outputs_one_a_view_and_one_empty():
 
     chain = chained(first, second)
     gradients, expected = (torch.autograd.grad(function, [x, weight]) for function in (chain(x), second(*first(x))))
-    assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
+    assert all(torch.equal(value, reference) for value, reference in zip(gradients, expected, strict=True))
 
 
 def test_a_recomputed_second_function_reads_a_discarded_output():
@@ -146,7 +146,7 @@ def test_a_recomputed_second_function_reads_a_discarded_output():
     assert not saved.tensors
     gradients = torch.autograd.grad(out.sum(), [x, weight])
     expected = torch.autograd.grad(second(scaled_sine(x)).sum(), [x, weight])
-    assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
+    assert all(torch.equal(value, reference) for value, reference in zip(gradients, expected, strict=True))
 
 
 def test_a_frozen_input_is_passed_through():

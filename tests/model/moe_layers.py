@@ -156,8 +156,8 @@ def shards_of(name: str) -> list[tuple[int, str]]:
     return []
 
 
-def close(found: Tensor, expected: Tensor, *, what: str = "") -> None:
+def close(actual: Tensor, expected: Tensor, *, what: str = "") -> None:
     """Equal within the rounding of fp32 sums: the largest difference relative to the largest number."""
-    assert found.shape == expected.shape, f"{what}: {found.shape} is not {expected.shape}"
-    difference, largest = (found - expected).abs().max().item(), expected.abs().max().item()
+    assert actual.shape == expected.shape, f"{what}: {actual.shape} is not {expected.shape}"
+    difference, largest = (actual - expected).abs().max().item(), expected.abs().max().item()
     assert difference <= 2e-6 * largest, f"{what}: differs by {difference:.1e} in numbers up to {largest:.1e}"

@@ -30,9 +30,9 @@ def test_ranks_compute_their_heads_or_share_one(heads: int, expected: list[tuple
 
 def test_the_scale_of_the_scores_is_that_of_the_width_by_default() -> None:
     tokens = random_batch().tokens
-    plain, same, other = (build(replace(LLAMA, softmax_scale=scale)).logits(tokens) for scale in (None, 8**-0.5, 20.0))
+    plain, same, steep = (build(replace(LLAMA, softmax_scale=scale)).logits(tokens) for scale in (None, 8**-0.5, 20.0))
     torch.testing.assert_close(plain, same)
-    assert not torch.allclose(plain, other, atol=1e-3)
+    assert not torch.allclose(plain, steep, atol=1e-3)
 
 
 def tracked(model_config: ModelConfig, **options) -> Stage:

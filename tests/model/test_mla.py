@@ -61,9 +61,9 @@ def draw(*shape: int, seed: int, std: float = 1.0) -> Tensor:
     return torch.empty(shape).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
 
 
-def close(found: Tensor, expected: Tensor, *, what: str) -> None:
-    assert found.shape == expected.shape, what
-    difference, largest = (found - expected).abs().max().item(), expected.abs().max().item()
+def close(actual: Tensor, expected: Tensor, *, what: str) -> None:
+    assert actual.shape == expected.shape, what
+    difference, largest = (actual - expected).abs().max().item(), expected.abs().max().item()
     assert difference <= 1e-5 * largest, f"{what}: differs by {difference:.1e} in numbers up to {largest:.1e}"
 
 
@@ -98,8 +98,8 @@ def apply(
     output = layer(hidden, LayerContext((rotary, None), (mask, None)))
     output.backward(grad)
     assert hidden.grad is not None
-    found = {"output of the layer": output.detach(), "input": hidden.grad}
-    return found | {name: parameter.grad for name, parameter in layer.named_parameters() if parameter.grad is not None}
+    actual = {"output of the layer": output.detach(), "input": hidden.grad}
+    return actual | {name: parameter.grad for name, parameter in layer.named_parameters() if parameter.grad is not None}
 
 
 # --- transformers
@@ -140,7 +140,7 @@ def test_it_is_the_attention_of_deepseek_v3(model: ModelConfig, pairs_neighbours
         parameter.data.copy_(neighbours_apart(model, layer, source.data) if pairs_neighbours else source.data)
     # when both attend causally,
     hidden, grad = draw(B, S, H, seed=1), draw(B, S, H, seed=2)
-    found = apply(ours, model, hidden, grad=grad)
+    actual = apply(ours, model, hidden, grad=grad)
     theirs_input = hidden.clone().requires_grad_()
     rotary = DeepseekV3RotaryEmbedding(config)(hidden, torch.arange(S)[None])
     mask = torch.full((S, S), float("-inf")).triu(1)[None, None]
@@ -148,14 +148,14 @@ def test_it_is_the_attention_of_deepseek_v3(model: ModelConfig, pairs_neighbours
     output.backward(grad)
     # then outputs and all gradients are equal.
     assert theirs_input.grad is not None
-    close(found["output of the layer"], output.detach(), what="output")
-    close(found["input"], theirs_input.grad, what="input")
-    for name in (name for name in found if name.endswith("weight")):
+    close(actual["output of the layer"], output.detach(), what="output")
+    close(actual["input"], theirs_input.grad, what="input")
+    for name in (name for name in actual if name.endswith("weight")):
         layer = name.removesuffix(".weight")
         expected = theirs.get_submodule(THEIRS[layer]).weight.grad
         assert isinstance(expected, Tensor)
         expected = neighbours_apart(model, layer, expected) if pairs_neighbours else expected
-        close(found[name], expected, what=name)
+        close(actual[name], expected, what=name)
 
 
 # --- many ranks
@@ -178,12 +178,12 @@ def every_shape_on_this_rank(ctx, sequence_parallel, comm_type):
     for shape, model in SHAPES.items():
         full = apply(full_layer(model), model, hidden, grad=grad)
         layer, params = layer_of(model, parallel, coords=ctx.coords)
-        found = apply(layer, model, local(hidden), grad=local(grad), positions=None if cp.size == 1 else positions)
+        actual = apply(layer, model, local(hidden), grad=local(grad), positions=None if cp.size == 1 else positions)
         for name in ("output of the layer", "input"):
-            close(found.pop(name), local(full.pop(name)), what=f"{shape}: {name}")
-        assert found.keys() == full.keys()
+            close(actual.pop(name), local(full.pop(name)), what=f"{shape}: {name}")
+        assert actual.keys() == full.keys()
         for name, param in params.items():
-            total = found[name].clone()
+            total = actual[name].clone()
             for axis in ("cp", *param.spec.grad_sum_axes):
                 all_reduce(total, ctx.group(axis))
             close(total, full[name][param.box.slices()], what=f"{shape}: {name}")
@@ -211,13 +211,13 @@ def test_weight_gradients_that_are_deferred_are_the_same(model: ModelConfig) -> 
     parallel = replace(ModelParallel.single_rank(), tp=replace(TensorParallel.single_rank(), wgrad_queue=queue))
     layer, params = layer_of(model, parallel, coords={"tp": 0})
     with queue.defer():
-        found = apply(layer, model, hidden, grad=grad)
+        actual = apply(layer, model, hidden, grad=grad)
     norms = {name for name in params if "norm" in name}
-    assert found.keys() == {"output of the layer", "input", *norms}, "the linear layers have no weight gradient yet"
+    assert actual.keys() == {"output of the layer", "input", *norms}, "the linear layers have no weight gradient yet"
     accumulate_wgrads(queue.take())
-    found |= {name: parameter.grad for name, parameter in layer.named_parameters() if parameter.grad is not None}
-    assert found.keys() == {"output of the layer", "input", *params}
-    for name, value in found.items():
+    actual |= {name: parameter.grad for name, parameter in layer.named_parameters() if parameter.grad is not None}
+    assert actual.keys() == {"output of the layer", "input", *params}
+    for name, value in actual.items():
         close(value, expected[name], what=name)
 
 

@@ -58,8 +58,8 @@ def one_part_of_every_model(ctx, sequence_parallel):
 
         close(outcome.output, part.of_batch(expected.output))
         close(outcome.grad_input, part.of_batch(expected.grad_input))
-        for name, found in outcome.grads.items():
-            close(part.total(name, found), part.of_weight(name, expected.grads[name]), what=name)
+        for name, actual in outcome.grads.items():
+            close(part.total(name, actual), part.of_weight(name, expected.grads[name]), what=name)
         check_metrics(ctx, full, layer)
 
 
@@ -92,16 +92,16 @@ def test_an_expert_without_tokens_gets_zero_gradient_and_the_others_do_not():
 
 def test_kernels_agree(monkeypatch):
     for model in (MODELS["dropless"], MODELS["capacity"]):
-        one = build_full(model)
+        grouped = build_full(model)
         monkeypatch.setattr(experts, "select_gemm", lambda weight: LoopedMM())
-        other = build_full(model)
+        looped = build_full(model)
         monkeypatch.undo()
         x, grad = random(B, S, H, seed=7), random(B, S, H, seed=8)
-        expected, found = run(one, x, grad), run(other, x, grad)
-        close(found.output, expected.output)
-        close(found.grad_input, expected.grad_input)
+        expected, actual = run(grouped, x, grad), run(looped, x, grad)
+        close(actual.output, expected.output)
+        close(actual.grad_input, expected.grad_input)
         for name in expected.grads:
-            close(found.grads[name], expected.grads[name])
+            close(actual.grads[name], expected.grads[name])
 
 
 def test_a_batch_of_one_token_and_no_gradient_pass():

@@ -76,8 +76,8 @@ def test_matrices_are_normal_and_output_projections_narrower() -> None:
 
 def test_bf16_weights_are_the_rounded_fp32_values() -> None:
     exact, rounded = build(LLAMA), build(LLAMA, dtype=torch.bfloat16)
-    for one, other in zip(exact.parameters(), rounded.parameters(), strict=True):
-        assert torch.equal(one.bfloat16(), other)
+    for value, reference in zip(exact.parameters(), rounded.parameters(), strict=True):
+        assert torch.equal(value.bfloat16(), reference)
 
 
 @settings(max_examples=20, deadline=None)

@@ -135,8 +135,8 @@ def test_the_aux_loss_is_that_of_each_sequence_written_out(model):
     fractions = torch.nn.functional.one_hot(experts, E).sum(2).float().mean(1) * E / K
     loss = (fractions * scores.mean(1)).sum()  # over experts and sequences
     (expected,) = torch.autograd.grad(loss * 0.3 / 16, logits)
-    found = gradient_of(replace(model, moe=replace(model.moe, aux_loss_coeff=[0.3])), logits.detach(), 1 / 16)
-    torch.testing.assert_close(found, expected)
+    actual = gradient_of(replace(model, moe=replace(model.moe, aux_loss_coeff=[0.3])), logits.detach(), 1 / 16)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("model", [SOFTMAX, SIGMOID])

@@ -38,14 +38,14 @@ def test_the_highest_weights_stay_and_ties_go_by_position(length, capacity, seed
     generator = torch.Generator().manual_seed(seed)
     experts = torch.rand(2, length, E, generator=generator).topk(2, dim=-1).indices
     weights = torch.randint(0, 3, (2, length, 2), generator=generator) / 2  # many ties
-    found = drop_over_capacity(
+    actual = drop_over_capacity(
         Routing(experts, weights),
         num_experts=E,
         capacity=min(capacity, length),
         positions=torch.arange(length),
         sequence=Group.single_rank("tp_cp"),
     )
-    assert torch.equal(found, kept_by_hand(experts, weights, capacity))
+    assert torch.equal(actual, kept_by_hand(experts, weights, capacity))
 
 
 @given(st.permutations(range(6)))
@@ -64,11 +64,11 @@ def test_every_sequence_has_a_capacity_of_its_own():
     """Over the microbatch of 8 tokens, as Megatron-LM counts, a capacity of 4 would drop the second sequence."""
     experts = torch.zeros(2, 4, 1, dtype=torch.int64)
     weights = torch.tensor([[0.9, 0.8, 0.7, 0.6], [0.4, 0.1, 0.3, 0.2]])[..., None]
-    found = drop_over_capacity(
+    actual = drop_over_capacity(
         Routing(experts, weights),
         num_experts=E,
         capacity=2,
         positions=torch.arange(4),
         sequence=Group.single_rank("tp_cp"),
     )
-    assert found[..., 0].tolist() == [[0, 0, E, E], [0, E, 0, E]]
+    assert actual[..., 0].tolist() == [[0, 0, E, E], [0, E, 0, E]]

@@ -54,12 +54,12 @@ def test_a_pipeline_of_stages_computes_the_model(family: ModelConfig, tied: bool
     expected.backward()
     assert torch.equal(hidden, expected)
     # A tied weight lives on both ends; its gradient is the sum of the two.
-    found: dict[str, torch.Tensor] = {}
+    actual: dict[str, torch.Tensor] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            found[name] = found[name] + parameter.grad if name in found else parameter.grad
+            actual[name] = actual[name] + parameter.grad if name in actual else parameter.grad
     for name, parameter in whole.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, msg=name)
+        torch.testing.assert_close(actual[name], parameter.grad, msg=name)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-untied", "gpt2"])
@@ -115,9 +115,9 @@ def test_a_stage_runs_on_the_meta_device() -> None:
 
 def test_bf16_follows_fp32() -> None:
     exact, rounded, batch = build(LLAMA), build(LLAMA, dtype=torch.bfloat16), random_batch()
-    expected, found = exact(None, BatchContext(batch)), rounded(None, BatchContext(batch))
-    assert found.dtype is torch.float32
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=0)
+    expected, actual = exact(None, BatchContext(batch)), rounded(None, BatchContext(batch))
+    assert actual.dtype is torch.float32
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
@@ -130,9 +130,9 @@ def test_a_block_is_traced_in_one_graph_that_computes_the_same(name: str) -> Non
     model.zero_grad()
     for layer in model.layers.values():
         layer.forward = torch.compile(layer.forward, fullgraph=True, backend="aot_eager")
-    found = model(None, BatchContext(batch))
-    found.backward()
-    torch.testing.assert_close(found, expected)
+    actual = model(None, BatchContext(batch))
+    actual.backward()
+    torch.testing.assert_close(actual, expected)
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[key], rtol=1e-4, atol=1e-4, msg=key)
 

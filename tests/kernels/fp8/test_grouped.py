@@ -27,18 +27,18 @@ def results(
     layer = Fp8Layer(options(more.pop("recipe"), more.pop("name"), **more), ExpertRange(0, E, E))
     sizes = torch.tensor([1.0, 2.0, 1e3, 1e-2]).view(E, 1, 1)
     weight = nn.Parameter((draw(E, O, I, seed=2) * sizes).to(dtype))
-    found = []
+    actual = []
     for seed in (1, 4):
         x = draw(sum(counts) + dropped, I, seed=seed).to(dtype)
         x[sum(counts) :] = torch.inf  # of no expert: not in an amax
         x.requires_grad_()
         out = grouped_linear(x, weight, offs=offs, options=GroupedOptions(gemm(layer), may_drop=True))
         grads = torch.autograd.grad(out, (x, weight), draw(*out.shape, seed=seed + 1).to(dtype))
-        found += [out.detach(), *grads]
+        actual += [out.detach(), *grads]
         if layer.step_amax is not None:
-            found.append(layer.step_amax.clone())
+            actual.append(layer.step_amax.clone())
             layer.update(layer.step_amax.clone())
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

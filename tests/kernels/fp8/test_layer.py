@@ -87,8 +87,8 @@ def test_experts_of_a_rank_have_their_rows_of_the_history() -> None:
     assert layer.step_amax is not None and layer.history is not None
     assert layer.step_amax[Operand.INPUT].tolist() == [0, 0, 3, 5, 0, 0]
     layer.update(torch.arange(18.0).view(3, 6))
-    found = layer.inverse_scales(Operand.INPUT, of(1.0, 1.0))
-    torch.testing.assert_close(found, of(2.0, 3.0) / 448)
+    actual = layer.inverse_scales(Operand.INPUT, of(1.0, 1.0))
+    torch.testing.assert_close(actual, of(2.0, 3.0) / 448)
     # an expert without tokens in the last step is scaled by its own amax
     layer.update(torch.zeros(3, 6))
     assert layer.inverse_scales(Operand.INPUT, of(7.0, 0.0))[0].item() == pytest.approx(7 / 448)
@@ -142,16 +142,16 @@ def test_dense_amaxes_are_the_largest_of_the_ranks_of_a_sequence(ctx):
 def test_amaxes_of_experts_are_the_largest_of_their_shards_and_sequences(ctx):
     experts = ExpertRange(2 * ctx.group("ep").index, 2, 4)
     reduce = SharedAmax(ctx.group("tp_cp"), ctx.group("etp"), experts)
-    found = reduce(torch.tensor([[ctx.rank + 0.5, 10.0 + experts.first]]))
+    actual = reduce(torch.tensor([[ctx.rank + 0.5, 10.0 + experts.first]]))
     members = max(rank for rank in ctx.group("etp").ranks)
-    assert found.tolist() == [[members + 0.5, 10.0 + experts.first]]
+    assert actual.tolist() == [[members + 0.5, 10.0 + experts.first]]
 
 
 @ranks(4, cp=2, ep=1)
 def test_amaxes_of_replicated_experts_are_the_largest_of_a_sequence(ctx):
     reduce = SharedAmax(ctx.group("tp_cp"), ctx.group("etp"), ExpertRange(0, 2, 2))
-    found = reduce(torch.tensor([[float(ctx.rank), 1.0]]))
-    assert found.tolist() == [[float(max(ctx.group("tp_cp").ranks)), 1.0]]
+    actual = reduce(torch.tensor([[float(ctx.rank), 1.0]]))
+    assert actual.tolist() == [[float(max(ctx.group("tp_cp").ranks)), 1.0]]
 
 
 @ranks(4, tp=2)

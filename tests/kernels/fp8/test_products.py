@@ -29,8 +29,8 @@ def options(recipe: str, name: str = "e4m3", **more: object) -> Fp8Options:
     return replace(Fp8Options(RECIPES[recipe], FP8_FORMATS[name]), **more)
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found.double() - expected).norm() / expected.norm()).item()
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("name", FP8_FORMATS)
@@ -44,7 +44,7 @@ def test_the_products_are_those_of_fp64(recipe: str, name: str, dtype: torch.dty
     products = Fp8Linears(linears, records=True)
 
     outputs = products.fprop(x.view(2, -1, I))
-    grad_x, found = products.dgrad(grads), products.wgrad(grads, x)
+    grad_x, actual = products.dgrad(grads), products.wgrad(grads, x)
 
     wide = [
         Linear(nn.Parameter(w.double()), None if b is None else b.double())
@@ -56,18 +56,18 @@ def test_the_products_are_those_of_fp64(recipe: str, name: str, dtype: torch.dty
         assert relative(out.flatten(0, 1), reference) < TOLERANCE["e4m3"]
     assert grad_x.dtype is dtype
     assert relative(grad_x, expected.dgrad(wide_grads)) < TOLERANCE[name]
-    first, found_bias, second = found
+    first, found_bias, second = actual
     assert torch.equal(found_bias, grads[0].sum(0))
-    for one, grad in ((first, wide_grads[0]), (second, wide_grads[1])):
-        assert one.dtype is dtype
-        assert 0.001 < relative(one, grad.t() @ x.double()) < TOLERANCE[name]
+    for weight_grad, grad in ((first, wide_grads[0]), (second, wide_grads[1])):
+        assert weight_grad.dtype is dtype
+        assert 0.001 < relative(weight_grad, grad.t() @ x.double()) < TOLERANCE[name]
 
 
 def test_weight_gradients_stay_in_the_dtype_of_the_activations_where_asked_for() -> None:
     linear = Linear(nn.Parameter(draw(O, I, seed=1)), None, fp8=Fp8Layer(options("tensorwise", wgrad=False)))
     x, grad = draw(T, I, seed=2), draw(T, O, seed=3)
-    (found,) = Fp8Linears([linear], records=False).wgrad([grad], x)
-    assert torch.equal(found, grad.t() @ x)
+    (actual,) = Fp8Linears([linear], records=False).wgrad([grad], x)
+    assert torch.equal(actual, grad.t() @ x)
 
 
 def test_a_microbatch_shares_its_amaxes_once_per_direction() -> None:
@@ -150,8 +150,8 @@ def test_deferred_weight_gradients_are_bit_equal(recipe: str) -> None:
         return [tensor.grad for tensor in (x, *weights) if tensor.grad is not None]
 
     assert len(grads(None)) == 3
-    for one, other in zip(grads(None), grads(WgradQueue()), strict=True):
-        assert torch.equal(one, other)
+    for immediate, deferred in zip(grads(None), grads(WgradQueue()), strict=True):
+        assert torch.equal(immediate, deferred)
 
 
 def test_evaluation_does_not_count_for_the_history() -> None:

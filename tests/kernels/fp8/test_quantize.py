@@ -83,8 +83,8 @@ def test_zeros_and_tiny_values_stay_finite(block: Block) -> None:
 
 def rms_error(x: torch.Tensor, recipe: str) -> float:
     row = RECIPES[recipe]
-    found = cast(x, row.block, dtype=E4M3, power_of_two=row.power_of_two).dequantize()
-    return ((found - x)[1:, 128:].square().mean() / x[1:, 128:].square().mean()).sqrt().item()
+    actual = cast(x, row.block, dtype=E4M3, power_of_two=row.power_of_two).dequantize()
+    return ((actual - x)[1:, 128:].square().mean() / x[1:, 128:].square().mean()).sqrt().item()
 
 
 def test_an_outlier_spoils_only_its_block() -> None:

@@ -32,11 +32,11 @@ def test_the_kernel_and_the_emulation_agree(
     block: Block, rows: int, columns: int, format_a: torch.dtype, dtype: torch.dtype
 ) -> None:
     a, b = draw(rows, columns, block=block, dtype=format_a), draw(32, columns, block=block)
-    found, expected = multiply_by_kernel(a, b, dtype=dtype), emulate(a, b, dtype=dtype)
-    assert found.dtype is dtype
+    actual, expected = multiply_by_kernel(a, b, dtype=dtype), emulate(a, b, dtype=dtype)
+    assert actual.dtype is dtype
     # fp32 sums in another order may round to the next bf16; kernels with scales per row return bf16
     rtol = 1e-5 if dtype is torch.float32 and block == (None, None) else 2.0**-7  # one rounding
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-4)
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-4)
 
 
 @pytest.mark.parametrize("blocks", [((1, None), (1, None)), ((1, 128), (128, 128)), ((1, 128), (1, 128))])
@@ -69,14 +69,14 @@ def test_torch_refuses_another_layout() -> None:
 def test_the_swizzle_is_that_of_the_cublas_documentation() -> None:
     """The scale of row r and block c is at offset (r % 32) * 16 + (r // 32) * 4 + c of a tile of 128 x 4."""
     scales = torch.arange(200 * 5, dtype=torch.float32).view(200, 5) + 1
-    found = swizzle_32_4_4(scales)
-    assert found.numel() == 256 * 8
+    actual = swizzle_32_4_4(scales)
+    assert actual.numel() == 256 * 8
     for row, column in ((0, 0), (1, 0), (33, 2), (127, 3), (128, 0), (199, 4)):
         tile = (row // 128) * 2 + column // 4
         inner = row % 128
         offset = tile * 512 + (inner % 32) * 16 + (inner // 32) * 4 + column % 4
-        assert found[offset] == scales[row, column]
-    assert found.sum() == scales.sum()
+        assert actual[offset] == scales[row, column]
+    assert actual.sum() == scales.sum()
 
 
 OFFS = torch.tensor([3, 3, 20], dtype=torch.int32)  # experts of 3, 0 and 17 tokens; 2 of 22 are dropped

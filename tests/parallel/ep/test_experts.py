@@ -50,9 +50,9 @@ def test_experts_equal_one_mlp_per_expert_and_dropped_tokens_are_zero(is_gated: 
     expected = one_by_one(experts, rows[: sum(COUNTS)])
     torch.testing.assert_close(out[: sum(COUNTS)], expected, rtol=1e-5, atol=1e-5)
     assert (out[sum(COUNTS) :] == 0).all()
-    found = torch.autograd.grad(out.sum(), list(experts.parameters()))
-    for one, other in zip(found, torch.autograd.grad(expected.sum(), list(experts.parameters())), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    actual = torch.autograd.grad(out.sum(), list(experts.parameters()))
+    for value, reference in zip(actual, torch.autograd.grad(expected.sum(), list(experts.parameters())), strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-4, atol=1e-4)
 
 
 def test_biases_are_added_to_the_tokens_of_their_expert_and_to_no_dropped_token() -> None:
@@ -107,7 +107,7 @@ class Mixture(nn.Module):
 def test_written_weight_gradients_are_those_that_autograd_returns(
     width: int, dtype: torch.dtype, strategy: str, is_deferred: bool
 ) -> None:
-    found = []
+    results = []
     for writes in (False, True):
         queue = WgradQueue() if is_deferred else None
         network = Mixture(width, queue)
@@ -115,10 +115,10 @@ def test_written_weight_gradients_are_those_that_autograd_returns(
         step(network, parallel, queue=queue)  # the second step overwrites what the first left behind
         network.num_last = 0
         with patch.object(grouped, "accumulate_each", wraps=grouped.accumulate_each) as written:
-            found.append(step(network, parallel, queue=queue))
+            results.append(step(network, parallel, queue=queue))
         # one grouped product of all experts (aligned rows, fp32) writes nothing
         is_grouped = width % 4 == 0 and dtype is torch.float32
         assert written.call_count == (0 if is_grouped or not writes else 2 * 3), "microbatches and weights"
     tolerance = 1e-6 if dtype is torch.float32 else 1e-2
-    torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=tolerance * found[0].abs().max().item())
-    assert found[0].any() and (found[0] == 0).any(), "an expert has no tokens"
+    torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance * results[0].abs().max().item())
+    assert results[0].any() and (results[0] == 0).any(), "an expert has no tokens"

@@ -61,9 +61,9 @@ def equals_local(ctx):
     mine = times_expert(ep.index * size, (ep.index + 1) * size, share=1 / etp.size)
     dispatch = build_token_dispatcher(E, ep=ep, etp=etp)
     assert isinstance(dispatch, AllToAllTokenDispatcher)
-    for found, wanted in zip(outcome(dispatch, x, routing, grad, run_experts=mine), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-    return [(routing.topk_ids // size == other).sum().item() for other in range(ep.size)], ctx.traffic.bytes(
+    for actual, wanted in zip(outcome(dispatch, x, routing, grad, run_experts=mine), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
+    return [(routing.topk_ids // size == rank).sum().item() for rank in range(ep.size)], ctx.traffic.bytes(
         op="all_to_all"
     )
 
@@ -174,13 +174,13 @@ def test_permute_and_unpermute_have_the_gradients_of_plain_indexing(drawn, omits
     in_rows = experts.flatten()[plan.order][:num_rows]
     outputs = rows * ((in_rows + 1) * (in_rows < num_experts)).double()[:, None]
     out = unpermute(outputs, plan, topk_weights=weights)
-    found = torch.autograd.grad(out, (x, weights), grad)
+    actual = torch.autograd.grad(out, (x, weights), grad)
 
     # then
     expected = (x[:, None] * factor * is_kept * weights[..., None]).sum(1)
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
-    for one, other in zip(found, torch.autograd.grad(expected, (x, weights), grad), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    for value, reference in zip(actual, torch.autograd.grad(expected, (x, weights), grad), strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-6, atol=1e-6)
 
 
 @given(st.permutations(range(7)))

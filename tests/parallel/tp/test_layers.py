@@ -22,17 +22,17 @@ BOTH = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "s
 VOCAB, WIDTH = 12, 5
 
 
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def compare(network: ShardedNetwork, found: Passed) -> None:
+def compare(network: ShardedNetwork, actual: Passed) -> None:
     """Compare the local shards with the reference network."""
     tensor_parallel, expected = network.tensor_parallel, reference_pass(network.num_groups)
-    close(found.out, tensor_parallel.local_slice(expected.out))
-    close(found.grads["x"], tensor_parallel.local_slice(expected.grads["x"]))
+    close(actual.out, tensor_parallel.local_slice(expected.out))
+    close(actual.grads["x"], tensor_parallel.local_slice(expected.grads["x"]))
     for name in dict(network.named_parameters()):
-        grad = found.grads[name].clone()
+        grad = actual.grads[name].clone()
         if name in network.partial_names():
             all_reduce(grad, tensor_parallel.group)
         close(grad, network.shard(name, expected.grads[name]))
@@ -113,9 +113,9 @@ def embed(ctx: ParallelContext, sequence_parallel: bool, is_queued: bool) -> Non
     table, upstream = draw("word", VOCAB, WIDTH).requires_grad_(), draw("words", B, S, WIDTH)
     expected = F.embedding(tokens, table)
     expected.backward(upstream)
-    found = layer(tokens)
-    found.backward(tensor_parallel.local_slice(upstream))
-    assert torch.equal(found, tensor_parallel.local_slice(expected))
+    actual = layer(tokens)
+    actual.backward(tensor_parallel.local_slice(upstream))
+    assert torch.equal(actual, tensor_parallel.local_slice(expected))
     assert torch.equal(layer.weight.grad, table.grad.chunk(group.size)[group.index])
 
 

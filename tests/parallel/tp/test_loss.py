@@ -48,11 +48,11 @@ def test_chunks_give_the_loss_and_gradients_of_a_single_chunk(
         patch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", chunk)
         patch.setattr(loss_module, "MIN_CHUNK_TOKENS", 1)
         options = {"targets": Targets(labels, mask), "vocabulary": Vocabulary(vocab_size, cap), "group": SINGLE_RANK}
-        found = vocab_parallel_cross_entropy(hidden, weight, **options)
+        actual = vocab_parallel_cross_entropy(hidden, weight, **options)
         with torch.no_grad():
             evaluated = vocab_parallel_cross_entropy(hidden, weight, **options)
-    (found / 7).backward()
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    (actual / 7).backward()
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(evaluated, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(hidden.grad, gradients[0], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(weight.grad, gradients[1], rtol=1e-4, atol=1e-6)
@@ -91,10 +91,10 @@ def test_a_second_backward_is_an_error_not_a_wrong_gradient() -> None:
 
 def test_a_hopeless_label_has_a_finite_loss() -> None:
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[500.0], [-500.0]])
-    found = vocab_parallel_cross_entropy(
+    actual = vocab_parallel_cross_entropy(
         hidden, weight, targets=Targets(torch.tensor([1]), torch.ones(1)), vocabulary=Vocabulary(2), group=SINGLE_RANK
     )
-    assert found.item() == 1000.0
+    assert actual.item() == 1000.0
 
 
 def test_chunks_of_the_weight_gradient_add_up_unrounded_in_an_fp32_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,14 +135,14 @@ def cut_loss(ctx, vocab_size: int, padded: int, sequence_parallel: bool) -> None
     # All ranks, threads of a process of their own, set the same: one that restored it would do so for the others too.
     loss_module.CHUNK_ELEMENTS["cpu"] = 16 * min(len(rows), vocab_size)
     loss_module.MIN_CHUNK_TOKENS = 1
-    found = vocab_parallel_cross_entropy(tensor_parallel.enter(own).flatten(0, 1), rows, **options)
+    actual = vocab_parallel_cross_entropy(tensor_parallel.enter(own).flatten(0, 1), rows, **options)
     with torch.no_grad():
         evaluated = vocab_parallel_cross_entropy(tensor_parallel.enter(own).flatten(0, 1), rows, **options)
-    (found / 7).backward()
-    every = [torch.empty_like(found) for _ in range(group.size)]
-    torch.distributed.all_gather(every, found.detach(), group=group.process_group)
-    assert all(torch.equal(other, found) for other in every)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    (actual / 7).backward()
+    every = [torch.empty_like(actual) for _ in range(group.size)]
+    torch.distributed.all_gather(every, actual.detach(), group=group.process_group)
+    assert all(torch.equal(other, actual) for other in every)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(evaluated, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(own.grad, tensor_parallel.local_slice(whole.grad), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(rows.grad, table.grad.chunk(group.size)[group.index], rtol=1e-4, atol=1e-6)
@@ -164,11 +164,11 @@ def test_a_hopeless_label_on_another_rank_has_a_finite_loss(ctx):
     weight = torch.tensor([[[500.0], [-500.0], [0.0], [0.0]][ctx.rank]], requires_grad=True)
     hidden = torch.tensor([[1.0]], requires_grad=True)
     labels, mask, group = torch.tensor([1]), torch.ones(1), ctx.group("tp")
-    found = vocab_parallel_cross_entropy(
+    actual = vocab_parallel_cross_entropy(
         hidden, weight, targets=Targets(labels, mask), vocabulary=Vocabulary(3), group=group
     )
-    found.backward()
-    assert found.item() == 1000.0
+    actual.backward()
+    assert actual.item() == 1000.0
     assert weight.grad.item() == [1.0, -1.0, 0.0, 0.0][ctx.rank]
     assert hidden.grad.item() == [500.0, 500.0, 0.0, 0.0][ctx.rank]
 
