@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
+import torch
 from torch import nn
 
 from nanotrain.comm.group import Group
@@ -38,7 +39,6 @@ STRATEGIES = {
 }
 
 
-MAX_GRAD_BYTES = 4  # bytes of an fp32 gradient
 # Buckets with full-size gradients at once where gradients are sharded: one fills while another is being reduced; a
 # third would only hold memory.
 MAX_FULL_BUCKETS = 2
@@ -90,7 +90,7 @@ class DataParallelOptions:
         (1, 0, False)
         """
         # fp32 gradients are summed in fp32 by any reduce-scatter
-        is_low_precision = Precision.of(precision).grads.itemsize < MAX_GRAD_BYTES
+        is_low_precision = Precision.of(precision).grads is not torch.float32
         return cls(
             strategy=STRATEGIES[parallel.data_parallel_sharding_strategy],
             overlap_grad_reduce=parallel.overlap_grad_reduce,

@@ -11,23 +11,19 @@ Transient stores take full-size storage from a `GradPool` and return it, so that
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanotrain.comm.collectives import start_all_gather_into
-from nanotrain.comm.group import Group
+from nanotrain.comm.collectives import local_slice, start_all_gather_into
 from nanotrain.comm.work import Work
 from nanotrain.parallel.dp.layout import BufferLayout
 from nanotrain.parallel.dp.options import DataParallelOptions, ReduceGroups
 from nanotrain.precision.dtypes import Precision
 
-
-def shard_of(full: Tensor, group: Group) -> Tensor:
-    """View of this rank's shard of a flat tensor: the index-th of `group.size` equal slices."""
-    numel = full.numel() // group.size
-    return full[group.index * numel : (group.index + 1) * numel]
+shard_of = partial(local_slice, dim=0)  # view of this rank's shard of a flat tensor
 
 
 class ParamStore:

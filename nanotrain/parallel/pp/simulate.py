@@ -27,15 +27,6 @@ class Costs:
     weight: float = 1  # time of W
     transfer: float = 0  # time of a transfer between ranks, overlapped with computation
 
-    def of(self, kind: ActionKind) -> float:
-        """Time of one action."""
-        return {
-            ActionKind.forward: self.forward,
-            ActionKind.full_backward: self.backward,
-            ActionKind.backward_input: self.backward - self.weight,
-            ActionKind.backward_weight: self.weight,
-        }[kind]
-
 
 UNIT_COSTS = Costs()
 
@@ -92,8 +83,13 @@ def simulate(schedule: Schedule, *, costs: Costs = UNIT_COSTS) -> Timeline:
     _check_complete(schedule)
     spans: list[list[Span]] = [[] for _ in schedule.actions]
     ends: dict[Action, float] = {}
-
-    ranks, cost_of = schedule.rank_of_stage, {kind: costs.of(kind) for kind in ActionKind}
+    ranks = schedule.rank_of_stage
+    cost_of = {
+        ActionKind.forward: costs.forward,
+        ActionKind.full_backward: costs.backward,
+        ActionKind.backward_input: costs.backward - costs.weight,
+        ActionKind.backward_weight: costs.weight,
+    }
 
     def ready_at(action: Action, rank: int) -> float | None:
         """When all inputs of an action are on its rank; None while a dependency has not run."""
