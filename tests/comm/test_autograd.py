@@ -86,9 +86,9 @@ def test_tensors_may_have_any_strides(ctx):
     group = ctx.group("tp")
     x, dense = draw(group.index).transpose(0, 1), draw(group.index).transpose(0, 1).contiguous()
     for function in (copy_to, reduce_from):
-        assert torch.equal(function(x, group), function(dense, group))
+        assert torch.equal(function(x, group), function(dense, group)), function.__name__
     for function in ALONG:
-        assert torch.equal(function(x, group, dim=1), function(dense, group, dim=1))
+        assert torch.equal(function(x, group, dim=1), function(dense, group, dim=1)), function.__name__
 
 
 @ranks(4, threads=False, tp=4)
@@ -117,7 +117,7 @@ def test_forward_and_backward_send_the_bytes_of_one_all_reduce(ctx):
     for function, x in ((copy_to, full), (reduce_from, full)):
         traffic.reset()
         function(x.clone().requires_grad_(), group).sum().backward()
-        assert traffic.bytes("tp") == one_all_reduce
+        assert traffic.bytes("tp") == one_all_reduce, function.__name__
     for function, x in ((gather_along, slice_of(full, group, 1)), (scatter_along, full)):
         traffic.reset()
         function(x.clone().requires_grad_(), group, dim=1).sum().backward()

@@ -78,7 +78,7 @@ def test_auto_is_the_cpu_of_one_machine_with_fewer_gpus_than_ranks(monkeypatch):
     assert [devices.pick_device("auto", rank, environment=dict(two)) for rank in (0, 1)] == [CPU, CPU]
     assert "2 ranks and 1 GPU on this machine" in devices.describe_unused_gpus("auto", environment=two)
     assert made_current == []
-    # asked for, on several machines, alone, or one for each rank: the GPU
+    # the GPU where it is set, on several machines, alone, or one per rank
     own = {"LOCAL_RANK": "1", "SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "1"}
     assert devices.pick_device("auto", 1, environment=two | own) == torch.device("cuda", 0)
     assert devices.describe_unused_gpus("auto", environment=two | own) == ""
@@ -91,8 +91,8 @@ def test_auto_is_the_cpu_of_one_machine_with_fewer_gpus_than_ranks(monkeypatch):
         ("auto", {}),
         ("auto", {"WORLD_SIZE": "1"}),
     ):
-        assert devices.pick_device(kind, 0, environment=dict(world)) == torch.device("cuda", 0)
-        assert devices.describe_unused_gpus(kind, environment=world) == ""
+        assert devices.pick_device(kind, 0, environment=dict(world)) == torch.device("cuda", 0), (kind, world)
+        assert devices.describe_unused_gpus(kind, environment=world) == "", (kind, world)
 
 
 def test_everything_works_on_a_cpu():
@@ -100,7 +100,7 @@ def test_everything_works_on_a_cpu():
     assert devices.device_name(CPU) == "cpu"
 
 
-@ranks(1)  # a process of its own: in this one an earlier test may have told glibc to keep what is freed
+@ranks(1)  # a process of its own: in this one an earlier test may have set glibc to keep freed memory
 def test_peak_memory_of_a_cpu_counts_from_its_reset(ctx):
     if devices.peak_memory(CPU) == 0:
         pytest.skip("not supported by this system")

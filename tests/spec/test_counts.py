@@ -42,7 +42,7 @@ def test_a_token_meets_its_experts_and_everything_else():
     assert count(EXPERTS) - count_active(EXPERTS) == 3 * 4 * EXPERT
     shared = replace(EXPERTS, moe=replace(EXPERTS.moe, shared_expert_intermediate_size=32))
     for counted in (count, count_active):
-        assert counted(shared) - counted(EXPERTS) == 3 * 3 * 8 * 32
+        assert counted(shared) - counted(EXPERTS) == 3 * 3 * 8 * 32, counted.__name__
 
 
 def test_latent_attention_has_matrices_down_and_up_and_a_norm_at_each_latent():

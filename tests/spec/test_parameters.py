@@ -72,8 +72,8 @@ def test_the_boxes_of_two_tp_ranks_tile_every_parameter(name: str) -> None:
 def test_key_and_value_heads_fewer_than_ranks_are_replicated_and_summed_over_tp() -> None:
     few, many = by_name(LLAMA, tp=4), by_name(LLAMA, tp=2)
     for name in ("layers.0.attention.key.weight", "layers.1.attention.value.weight"):
-        assert (few[name].shards, few[name].grad_sum_axes) == ((), ("tp",))
-        assert (many[name].shards, many[name].grad_sum_axes) == ((Shard(0, "tp"),), ())
+        assert (few[name].shards, few[name].grad_sum_axes) == ((), ("tp",)), name
+        assert (many[name].shards, many[name].grad_sum_axes) == ((Shard(0, "tp"),), ()), name
         assert few[name].shape == many[name].shape == (16, 32)
     assert few["layers.0.attention.query.weight"].shards == (Shard(0, "tp"),)
 
