@@ -53,10 +53,9 @@ def check_compatible(
     casts: dict[str, str] = {}
     for box, dtype in targets.items():
         entry = manifest.tensors.get(box.name)
-        if entry is None:
-            differences[box.name] = f"{box.name} is missing there, {list(box.shape)} here"
-        elif entry.shape != tuple(box.shape):
-            differences[box.name] = f"{box.name} is {list(entry.shape)} there, {list(box.shape)} here"
+        if entry is None or entry.shape != tuple(box.shape):
+            there = "missing" if entry is None else list(entry.shape)
+            differences[box.name] = f"{box.name} is {there} there, {list(box.shape)} here"
         elif entry.dtype != dtype and not {entry.dtype, dtype} <= CASTABLE:
             casts[box.name] = f"{box.name} is {entry.dtype} there, {dtype} here"
     if differences:

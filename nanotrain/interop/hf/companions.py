@@ -62,10 +62,13 @@ class Companions:
             return False
         return source is None or source.resolve() == self.origin.resolve() or is_same_tokenizer(source, self.origin)
 
-    def family(self) -> str | None:
-        """The `model_type` of the origin."""
-        raw = _read_origin(self.origin)
-        return None if raw is None else str(raw.get("model_type"))
+    @cached_property
+    def origin_config(self) -> dict[str, Any]:
+        """config.json of the origin; {} where the folder is gone or is no longer a model."""
+        try:
+            return {} if self.origin is None else read_config(self.origin)
+        except HuggingFaceError:
+            return {}
 
     def config(self, model_config: ModelConfig, written: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
         """The config.json of an export without its dtype, and the file that already is this one.
@@ -74,8 +77,8 @@ class Companions:
             model_config: configuration of the exported model.
             written: the entries that nanotrain writes.
         """
-        raw = _read_origin(self.origin)
-        if raw is None or self.origin is None:
+        raw = self.origin_config
+        if self.origin is None:
             return dict(written), None
         if raw.get("model_type") == written["model_type"] and _describes(self.origin, model_config):
             left_out = _NOT_EXPORTED if self.has_own_tokenizer else (*_NOT_EXPORTED, *SPECIAL_TOKENS)
@@ -135,14 +138,6 @@ def is_same_tokenizer(first: Path, second: Path) -> bool:
 
 def _tokenizer_files(source: Path) -> list[Path]:
     return [source] if source.is_file() else [source / name for name in TOKENIZER_FILES if (source / name).exists()]
-
-
-def _read_origin(folder: Path | None) -> dict[str, Any] | None:
-    """config.json of the origin; None where the folder is gone or is no longer a model."""
-    try:
-        return None if folder is None else read_config(folder)
-    except HuggingFaceError:
-        return None
 
 
 def _describes(folder: Path, model_config: ModelConfig) -> bool:

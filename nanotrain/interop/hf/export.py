@@ -62,7 +62,7 @@ def export_weights(
         EnvironmentFault: the folder cannot be written; nothing is left in it.
     """
     companions = companions or Companions()
-    family = _choose_family(model_config, family, preferred=companions.family())
+    family = _choose_family(model_config, family, preferred=str(companions.origin_config.get("model_type")))
     mappings = map_parameters(model_config, FAMILIES[family])
     copies = mtp_copies(model_config, FAMILIES[family])
     nbytes = _num_elements(mappings, copies) * TORCH_DTYPES[dtype].itemsize
@@ -87,7 +87,7 @@ def export_weights(
     return family
 
 
-def _choose_family(model_config: ModelConfig, name: str | None, *, preferred: str | None) -> str:
+def _choose_family(model_config: ModelConfig, name: str | None, *, preferred: str) -> str:
     """The family of that name, else the preferred one if it can represent the model, else the first that can."""
     if name is None and preferred in FAMILIES:
         with suppress(HuggingFaceError):  # the model has changed since it was imported

@@ -1,7 +1,7 @@
 """config.json as tables: the layout of a family.
 
-Layout, Part             config.json <-> values of the model section, by key ("moe.router_topk")
-reject, require_values   the error for an unsupported feature
+Layout, Part   config.json <-> values of the model section, by key ("moe.router_topk")
+reject         the error for an unsupported feature
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,18 +26,6 @@ def reject(key: str, value: Any, *, instead: str) -> NoReturn:
     why = f"only {instead} is supported; weights trained with another setting would compute something else"
     fix = f"choose a checkpoint whose {key} is {instead}"
     raise HuggingFaceError(f"config.json has {key}: {value!r}", why=why, fix=fix)
-
-
-def require_values(raw: Raw, required: Mapping[str, Sequence[Any]]) -> None:
-    """Check entries of which only some values are supported; a missing one has the first, and null is false.
-
-    Raises:
-        HuggingFaceError: an entry with another value.
-    """
-    for key, values in required.items():
-        present = raw.get(key, values[0])
-        if present not in values and (present or values[0]):
-            reject(key, present, instead=str(values[0]).lower())
 
 
 @dataclass(frozen=True)
@@ -67,7 +55,10 @@ class Layout:
             HuggingFaceError: an unsupported feature.
         """
         raw = {**self.defaults, **{name: raw[other] for name, other in SYNONYMS if other in raw}, **raw}
-        require_values(raw, self.required)
+        for key, supported in self.required.items():  # a missing entry has the first, and null is false
+            present = raw.get(key, supported[0])
+            if present not in supported and (present or supported[0]):
+                reject(key, present, instead=str(supported[0]).lower())
         values = {key: raw[entry] for entry, key in self.entries.items() if entry in raw}
         if not values.get("moe.num_experts", True):
             reject("num_experts", values["moe.num_experts"], instead="above 0")

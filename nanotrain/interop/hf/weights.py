@@ -72,17 +72,14 @@ class WeightFiles:
 
     def __init__(self, folder: Path, *, prefix: str, block_size: tuple[int, int] | None = None) -> None:
         self.folder, self.block_size = folder, block_size
-        self.shapes: dict[str, tuple[int, ...]] = {}
         self._tensors: dict[str, Any] = {}
         for path in _weight_files(folder):
             for stored, tensor in _open(path).items():
                 name = stored if stored.startswith((prefix, "lm_head.")) else prefix + stored
                 self._tensors[name] = tensor
         self._tensors = dequantized(self._tensors)
-        for name, tensor in self._tensors.items():
-            self.shapes[name] = tuple(tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape())
-        if block_size is not None:
-            self.shapes = {name: shape for name, shape in self.shapes.items() if not name.endswith(SCALE)}
+        weights = [name for name in self._tensors if block_size is None or not name.endswith(SCALE)]
+        self.shapes = {name: _shape(self._tensors[name]) for name in weights}
 
     def read(self, name: str, box: Box) -> Tensor:
         """One box of a tensor, on the CPU, in the file's dtype; fp8 weights are dequantized to fp32.
