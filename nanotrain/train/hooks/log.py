@@ -45,15 +45,13 @@ class LogHook(Hook):
         if not run.context.control.is_first:
             return
         self._metrics = MetricsFile(run.folder.metrics, step=run.state.step)
-        if self._console.is_terminal:
-            self._progress.start()
-            self._task = self._progress.add_task("", total=run.config.train.train_iters, completed=run.state.step)
+        self._progress.start()
+        self._task = self._progress.add_task("", total=run.config.train.train_iters, completed=run.state.step)
 
     def after_step(self, run: Run, report: StepReport) -> None:
         if self._metrics is None:
             return
-        if self._console.is_terminal:
-            self._progress.update(self._task, completed=report.step)
+        self._progress.update(self._task, completed=report.step)
         self._first_end = self._first_end or (report.step, time.monotonic())
 
     def after_read(self, run: Run, report: StepReport) -> None:
@@ -119,7 +117,7 @@ def describe(
         on_cpu: the memory is that of the whole process, not of tensors only.
     """
     last, memory_label = reports[-1], "process" if on_cpu else "mem"
-    metrics = last.output.metrics
+    metrics, valid = last.output.metrics, last.valid_loss
     seconds = sum(report.step_time_s for report in reports)
     tokens_per_second = sum(report.tokens_per_second * report.step_time_s for report in reports) / seconds
     wait = sum(report.data_wait_s for report in reports) / seconds
@@ -133,7 +131,7 @@ def describe(
         (f"loss {last.output.loss:.4f}", 0),
         (f"data {last.data_stage}" if last.data_stage is not None else "", 3),
         (f"sequences of {last.seq_length:,}" if last.seq_length is not None else "", 5),
-        (_describe_validation(last.valid_loss), 0),
+        (f"valid {valid:.4f} (ppl {math.exp(min(valid, 700)):,.1f})" if valid is not None else "", 0),
         (f"{last.valid_bits_per_byte:.3f} bits per byte" if last.valid_bits_per_byte is not None else "", 6),
         (f"SKIPPED {skipped} (gradients not finite)" if skipped else "", 0),
         (f"grad {last.output.grad_norm:.3f}", 3),
@@ -181,10 +179,6 @@ def _describe_experts(moe: dict[str, Any] | None) -> str:
 def _describe_spike(report: StepReport) -> str:
     deviation = report.loss_deviation
     return "" if deviation is None or abs(deviation) < SPIKE else f"loss off by {deviation:.1f} std"
-
-
-def _describe_validation(loss: float | None) -> str:
-    return "" if loss is None else f"valid {loss:.4f} (ppl {math.exp(min(loss, 700)):,.1f})"
 
 
 def _describe_slowest(reports: list[StepReport]) -> str:
