@@ -1,6 +1,6 @@
 """torch profiler traces of some steps in `profile/` of the run folder, one file per rank."""
 
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from nanotrain.log import get_logger
 from nanotrain.runs.files import free_space
@@ -38,10 +38,7 @@ class ProfileHook(Hook):
     def _start_before(self, run: Run, *, step: int) -> None:
         train = run.config.train
         if self._profiler is None and train.profile_step_start <= step <= train.profile_step_end:
-            activities = [ProfilerActivity.CPU]
-            if run.context.device.type == "cuda":
-                activities.append(ProfilerActivity.CUDA)
-            self._profiler = profile(activities=activities, record_shapes=True)
+            self._profiler = profile(record_shapes=True)  # of the CPU, and of the GPU where there is one
             self._profiler.start()
 
     def _write(self, run: Run) -> None:
