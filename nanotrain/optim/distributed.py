@@ -91,6 +91,8 @@ class DistributedOptimizer:
         self._converted = [part for part in parts if not part.is_fp32]
         self._ranges = [part for state in parts if state.is_fp32 for part in state.ranges()]
         self._matrix_updates = self._build_matrix_updates(wrappers, groups)
+        # how the hidden matrices are divided over ranks: dense and expert matrices
+        self.matrix_balances = [update.balance for update in self._matrix_updates if update.balance is not None]
         self._norm_grads = [grad for state in self._states for grad in state.grads_for_norm()]
         self._grads = [state.grads for state in self._states]
         self._loading: list[tuple[StoredTensor, Tensor]] = []
@@ -205,11 +207,6 @@ class DistributedOptimizer:
         self._loading.clear()
         for part in self._parts:
             part.copy_main_to_model_params()
-
-    @property
-    def matrix_balances(self) -> list[str]:
-        """How the hidden matrices are divided over ranks, of dense and of expert matrices."""
-        return [update.balance for update in self._matrix_updates if update.balance is not None]
 
     def _build_matrix_updates(
         self, wrappers: Sequence[DataParallel], groups: Mapping[GroupName, Group]

@@ -85,10 +85,6 @@ class FlatRange:
         """Global name of the parameter."""
         return self.param.spec.name
 
-    def moved(self, offset: int) -> "FlatRange":
-        """The same elements in a flat tensor that begins `-offset` elements later."""
-        return replace(self, start=self.start + offset)
-
     def boxes(self, name: str) -> Iterator[TensorBox]:
         """The elements as boxes of the global tensor `name`, in their order."""
         local, stop = self.param, self.param_start + self.numel
@@ -143,7 +139,7 @@ class BucketLayout:
         """The param ranges that one rank's optimizer updates; starts count from the first such element."""
         first = self.start + shard_index * self.shard_numel + outer_index * self.update_numel
         inside = clip_ranges(self.params, start=first, stop=first + self.update_numel)
-        return tuple(each.moved(-first) for each in inside)
+        return tuple(replace(each, start=each.start - first) for each in inside)
 
 
 @dataclass(frozen=True)
