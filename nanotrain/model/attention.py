@@ -103,14 +103,12 @@ class LayerScores:
         self.layer, self.num_heads, self.first_head = layer, num_heads, tp.index * num_heads
         self.max_logits = MaxLogits(num_heads, parallel.recompute) if parallel.tracks_logits else None
 
-    def __call__(
-        self, context: LayerContext, *, sink: Tensor | None = None, device: torch.device
-    ) -> ScoreOptions | None:
+    def __call__(self, context: LayerContext, *, sink: Tensor | None, device: torch.device) -> ScoreOptions | None:
         """The options for a microbatch; None for a plain softmax.
 
         Args:
             context: context of the microbatch.
-            sink: [heads of this rank], where it is learned.
+            sink: [heads of this rank] where it is learned, else None.
             device: device of the scores.
         """
         if self.has_zero_sink:

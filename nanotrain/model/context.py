@@ -80,11 +80,6 @@ class DropoutContext:
     positions: Tensor  # [S] int64, of this rank's tokens in their sequence
     layer_words: Tensor | None = None  # [places, B] int64, of one layer; None for the context of all layers
 
-    @classmethod
-    def of(cls, seed: int, sample_ids: Tensor, *, positions: Tensor) -> "DropoutContext":
-        """The words of these samples [B] int64 in a run with this seed."""
-        return cls(sample_words(seed, sample_ids), positions)
-
     def of_layer(self, layer: int) -> "DropoutContext":
         """The context with the words of a layer, computed outside of compiled graphs.
 
@@ -152,7 +147,7 @@ class BatchContext:
         assert sample_ids is not None, "dropout needs the indices of the samples"
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return DropoutContext.of(self.dropout_seed, sample_ids, positions=positions)
+        return DropoutContext(sample_words(self.dropout_seed, sample_ids), positions)
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class MultiLatentAttention(nn.Module):
         compressed_kv, shared_key = compressed.split(self.compressed_sizes, dim=-1)
         if self.query is None:
             query = self.query_latent_norm(query)
-        scores = self.scores(context, device=query.device)
+        scores = self.scores(context, sink=None, device=query.device)
         compressed_kv = self.kv_latent_norm(compressed_kv)
         query, key, value = self.up_project(query, compressed_kv, shared_key=shared_key, rotary=rotary)
         attended = self.core_attention(query, key=key, value=value, mask=context.masks[self.has_window], scores=scores)
