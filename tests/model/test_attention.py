@@ -66,6 +66,5 @@ def test_a_run_without_the_option_keeps_nothing() -> None:
     parallel = ModelParallel.single_rank()
     stage = Stage(model_config, StageSpec.single(1), params=params, parallel=parallel)
     attention = stage.layers["0"].attention
-    assert (
-        attention.max_logits is None and attention.scores(LayerContext(), sink=None, device=torch.device("cpu")) is None
-    )
+    scores = attention.scores(LayerContext(), sink=None, device=torch.device("cpu"))
+    assert attention.max_logits is None and scores is None
