@@ -152,8 +152,8 @@ def split_settings(
 
     Args:
         argv: the arguments.
-        own: flags of the command, which are no settings.
-        with_value: those that take one value.
+        own: flags of the command itself.
+        with_value: flags of the command that take one value.
 
     >>> split_settings(["--seq-length", "8", "run", "--json", "train.seed=1"], own={"--json"}, with_value=())
     (['--seq-length', '8', 'train.seed=1'], ['run', '--json'])

@@ -44,9 +44,9 @@ def help_text(topic: str = "", *, width: int | None = None, usage: str = USAGE) 
     """The help on a topic: empty for the options used most, "all", "megatron" or a section.
 
     Args:
-        topic: what `--help=` names.
-        width: characters of a line; unset: of the terminal.
-        usage: of the command.
+        topic: topic that `--help=` names.
+        width: characters of a line; unset: the width of the terminal.
+        usage: usage line of the command.
 
     Raises:
         ConfigError: an unknown topic.
@@ -101,8 +101,8 @@ def panel(title: str, lines: list[str], *, width: int) -> list[str]:
     """The lines in a frame with a title; the frame is of ASCII where the output has no other characters.
 
     Args:
-        title: shorter than a line.
-        lines: of at most `width` - FRAME characters.
+        title: title, shorter than a line.
+        lines: lines of at most `width` - FRAME characters.
         width: characters of a line, frame included.
     """
     is_utf = (sys.stdout.encoding or "").lower().startswith("utf")

@@ -53,10 +53,10 @@ class Loaded:
         """Refuse a recipe and settings that a command does not read.
 
         Args:
-            keys: of the settings that it reads.
-            what: the command, for the error.
-            why: why it reads no others.
-            fix: the cure.
+            keys: keys of the settings that it reads.
+            what: name of the command, for the error.
+            why: reason why it reads no others.
+            fix: cure of the error.
 
         Raises:
             ConfigError: one for all of them.
@@ -224,7 +224,7 @@ def without_quickstart(config: Config, *, explicit: Collection[str]) -> dict[str
     another corpus the recipe's prompt, which is Python code, is left out.
 
     Args:
-        config: of a command line.
+        config: configuration of a command line.
         explicit: keys that the command line sets; they stay.
     """
     data, values = config.data, dict[str, tuple[Any, str]]()

@@ -229,12 +229,12 @@ def read_stages(texts: Sequence[str], train_iters: int | None = None) -> tuple[D
     """
     stages, mistakes = [], []
     for text in texts:
-        found = _STAGE.fullmatch(text.strip())
-        start = None if found is None else read_number(found["start"])
-        if found is None or start is None:
+        match = _STAGE.fullmatch(text.strip())
+        start = None if match is None else read_number(match["start"])
+        if match is None or start is None:
             mistakes.append(f"{text!r} is not NAME@START: BLEND")
             continue
-        stages.append(DataStage(found["name"], start, found["unit"] is not None, found["blend"].strip()))
+        stages.append(DataStage(match["name"], start, match["unit"] is not None, match["blend"].strip()))
     if not mistakes and stages:
         mistakes = _stage_mistakes(stages, train_iters)
     if mistakes:

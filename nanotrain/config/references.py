@@ -37,7 +37,7 @@ def mark_references(resolved: Any, written: Any) -> Any:
 
     Args:
         resolved: plain values after interpolation.
-        written: the same before it.
+        written: plain values before interpolation.
     """
     if isinstance(resolved, dict):
         return {key: mark_references(value, written[key]) for key, value in resolved.items()}

@@ -156,7 +156,7 @@ def read_steps(texts: list[str], seq_length: int, *, option: str = "step_batch_s
     Args:
         texts: the pairs, separated by spaces or commas.
         seq_length: tokens of a sample.
-        option: the setting, for messages.
+        option: name of the setting, for messages.
 
     Raises:
         ConfigError: another form, or thresholds that do not begin at 0 and ascend.

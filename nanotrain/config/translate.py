@@ -33,7 +33,7 @@ class Translation:
 
     config: Config
     explicit: frozenset[str]  # keys set on the command line
-    origins: dict[str, str] = field(default_factory=dict)  # of the values set here, by key
+    origins: dict[str, str] = field(default_factory=dict)  # origins of the values set here, by key
     notes: list[str] = field(default_factory=list)  # lines for the log
 
     def set(self, name: str, value: Any, *, source: str) -> None:
@@ -49,7 +49,7 @@ def translate(
     """Apply the Megatron-LM flags of a command line to the configuration of its other arguments.
 
     Args:
-        config: composed from the files and the fields' own flags.
+        config: configuration composed from the files and the fields' own flags.
         line: the parsed command line.
         errors: collects unsupported values, missing features and contradictions.
         from_files: keys set by YAML files.

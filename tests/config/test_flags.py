@@ -99,8 +99,8 @@ def test_use_distributed_optimizer_means_at_least_optim(words, strategy):
 )
 def test_what_follows_a_list_is_none_of_its_values(words, message):
     line = parse(words.split())
-    found = [*map(str, line.errors.errors), *(setting.key for setting in line.settings)]
-    assert any(message in text for text in found)
+    texts = [*map(str, line.errors.errors), *(setting.key for setting in line.settings)]
+    assert any(message in text for text in texts)
     assert "--data-path" not in words or line.settings[0].value == ["web"]
 
 

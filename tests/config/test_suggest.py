@@ -137,8 +137,8 @@ def test_one_slip_in_a_flag_is_found(flag, data):
     if slip in KNOWN or len(flag) < 10 or flag[position].isdigit():
         return
     assert by_spelling(slip, [flag, "--lr", "--seed"]) == flag
-    found = by_spelling(slip, KNOWN)
-    assert found is not None and abs(len(found) - len(flag)) <= 2
+    nearest = by_spelling(slip, KNOWN)
+    assert nearest is not None and abs(len(nearest) - len(flag)) <= 2
 
 
 def test_numbers_opposites_and_extra_words_are_never_guessed():
