@@ -19,6 +19,7 @@ TRAIN_FLOORS = (
     ("run",),
     ("step", "resume", "inputs", "checks"),
     ("build", "step_report"),
+    ("tasks",),
     ("hooks",),
     ("evaluate", "fit"),
     ("open_run",),

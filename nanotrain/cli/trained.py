@@ -7,10 +7,11 @@ import json
 import os
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
+from typing import Any
 
 from nanotrain.cli.launch import refuse_inside_torchrun, require_no_misspelled, take_options
 from nanotrain.cli.parser import OF_FOLDER, CommandParser, argument, count, not_negative, probability, seed
@@ -50,17 +51,18 @@ MODEL = (
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """Compute loss, perplexity and bits per byte of a model on a corpus, or run tasks of lm-eval."""
+    """Compute loss, perplexity and bits per byte of a model on a corpus, or its scores on tasks."""
     command = _Command.parse("evaluate", argv, parser=_evaluate_parser())
     args = command.args
-    if args.tasks is not None:
+    if args.tasks is not None and "=" not in args.tasks:
         if command.options:
             what = f"{command.options[0]} with --tasks"
             raise ConfigError(what, why="tasks run on one process", fix="leave it out")
         return _run_tasks(args, command.loaded)
-    if args.num_fewshot is not None or args.include_path is not None:
-        flag = "--include-path" if args.num_fewshot is None else "--num-fewshot"
-        raise ConfigError(f"{flag} has no effect on --data", why="it belongs to --tasks", fix="leave it out")
+    if args.include_path is not None or args.data is not None and args.num_fewshot is not None:
+        flag = "--num-fewshot" if args.include_path is None else "--include-path"
+        what = f"{flag} has no effect on {'--data' if args.data else 'tasks of files'}"
+        raise ConfigError(what, why="it belongs to --tasks of lm-eval", fix="leave it out")
     return command.run(_evaluate, check=evaluation_config)
 
 
@@ -121,7 +123,8 @@ def _evaluate_parser() -> CommandParser:
     data_help = "prefix of token files (.bin/.idx), or text: a .txt or .jsonl file or a folder of them"
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--data", metavar="NAME", help=data_help)
-    what.add_argument("--tasks", metavar="NAMES", help="tasks of lm-eval, separated by commas, on one process")
+    tasks_help = "tasks of lm-eval on one process, or NAME=FILE.jsonl; separated by commas"
+    what.add_argument("--tasks", metavar="NAMES", help=tasks_help)
     parser.add_argument("--include-path", metavar="FOLDER", help="tasks: a folder with further tasks (YAML)")
     fewshot_help = "tasks: examples before a question"
     parser.add_argument("--num-fewshot", type=int, choices=range(65), metavar="N", help=fewshot_help)
@@ -158,29 +161,49 @@ def _run_tasks(args: Namespace, loaded: Loaded) -> int:
 
 
 def _evaluate(args: Namespace, loaded: Loaded) -> int:
-    """Evaluate on a corpus, on all ranks."""
+    """Evaluate on a corpus or on tasks of files, on all ranks."""
     with importing_torch():
         from nanotrain.comm.parallel_context import Launch, ParallelContext
         from nanotrain.data.corpus_info import require_tokenizer_of
         from nanotrain.data.tokenizer import load_tokenizer
         from nanotrain.inference.checkpoint import open_model, tokenizer_name
-        from nanotrain.train.evaluate import evaluate_model
+        from nanotrain.train.evaluate import evaluate_model, score_model
+        from nanotrain.train.inputs import read_tasks
         from nanotrain.train.plans.plan import plan_run
 
     launch, model = Launch.of(os.environ), open_model(args.path, ema=args.ema)
     config = evaluation_config(model.config, loaded, world_size=launch.world_size)
     name = args.tokenizer or tokenizer_name(model)
-    require_tokenizer_of(name, args.data)
     tokenizer = None if name is None else load_tokenizer(name)
+    if args.data is not None:
+        require_tokenizer_of(name, args.data)
+    entries, num_fewshot = args.tasks.split(",") if args.tasks else [], args.num_fewshot or 0
+    tasks = read_tasks(
+        TrainConfig(eval_tasks=entries, eval_num_fewshot=num_fewshot, eval_task_limit=args.max_samples), tokenizer
+    )
     plan = plan_run(config, launch.world_size, rank=launch.rank)
     timeout_s = config.parallel.distributed_timeout_minutes * 60
     with ParallelContext.start(plan.topology, device=config.train.device, timeout_s=timeout_s) as context:
-        result = evaluate_model(
-            model, args.data, plan=plan, context=context, tokenizer=tokenizer, max_samples=args.max_samples
-        )
+        if args.data is None:
+            results: dict[str, Any] = score_model(model, tasks, plan=plan, context=context)
+        else:
+            evaluation = evaluate_model(
+                model, args.data, plan=plan, context=context, tokenizer=tokenizer, max_samples=args.max_samples
+            )
+            results = {"": evaluation}
     if launch.rank == 0:
-        print(result.to_json() if args.json else result.text())
+        _print_results(results, as_json=args.json)
     return 0
+
+
+def _print_results(results: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print one line per task, or the one of a corpus."""
+    if as_json:
+        fields = {name: result.to_dict() for name, result in results.items()}
+        print(json.dumps(fields.get("", fields)))
+        return
+    for name, result in results.items():
+        print(f"{name}: {result.text()}" if name else result.text())
 
 
 def evaluation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Config:

@@ -127,7 +127,7 @@ class DataConfig:
 
     data_path: list[str] = option([], "prefixes of token files, each with an optional weight before it: 0.7 a 0.3 b; with quickstart it may be empty")
     train_data_path: list[str] = option([], "instead of data_path: prefixes for training, with or without weights, not divided by split")
-    valid_data_path: list[str] = option([], "with train_data_path: prefixes for validation")
+    valid_data_path: list[str] = option([], "with train_data_path: prefixes for validation; or NAME=PREFIX entries: validation sets with a loss each, instead of split's")
     test_data_path: list[str] = option([], "with train_data_path: prefixes for testing")
     stages: list[str] = option([], "instead of data_path: NAME@START: BLEND entries such as 'anneal@9000: 0.5 web 0.5 math', each the blend from a step on, or from a sample on (START with 'samples' after it)", name="data_stages")
     split: str = option("969,30,1", "proportions of training, validation and test documents")
@@ -186,6 +186,9 @@ class TrainConfig:
     log_num_zeros_in_grad: bool = option(False, "log the number of zeros in the gradients")
     eval_interval: int = option(500, "steps between validations; 0: never", check=at_least(0))
     eval_iters: int = option(10, "global batches per validation; 0: no validation", check=at_least(0))
+    eval_tasks: list[str] = option([], "NAME=FILE.jsonl entries: tasks that are scored at every validation")
+    eval_num_fewshot: int = option(0, "examples before each question of a task: the first other questions of its file", check=at_least(0, at_most=64))
+    eval_task_limit: int | None = option(None, "questions per task; unset: all", check=at_least(1))
     exit_interval: int | None = option(None, "save and exit at steps that are a multiple of this", check=at_least(1))
     exit_duration_in_mins: float | None = option(None, "save and exit after this many minutes", check=above(0))
     hang_timeout_s: float | None = option(None, "seconds without progress after which the run ends with hang-report.txt; 0: never; unset: 0.9 of the timeout of collectives", check=at_least(0))

@@ -200,6 +200,7 @@ def _expand_layout(text: str) -> str:
     return expanded
 
 
+_NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})=(.+)")
 _STAGE = re.compile(r"(?P<name>[\w.-]+)@(?P<start>[\d.]+[KMBTkmbt]?)(?P<unit>samples)?:\s*(?P<blend>\S.*)", re.DOTALL)
 STAGES_EXAMPLE = '"stable@0: 0.8 web 0.2 code" "anneal@9000: 0.5 web 0.5 math"'
 
@@ -212,6 +213,24 @@ class DataStage:
     start: int  # the first step, counted from 0, or the first sample
     in_samples: bool  # whether `start` is a sample
     blend: str  # as `--data-path`
+
+
+def read_named(entries: Sequence[str]) -> dict[str, str]:
+    """Paths by name of NAME=PATH entries; empty where no entry has a name.
+
+    Raises:
+        ConfigError: some entries have no name, or two have the same.
+
+    >>> read_named(["web=data/web", "math=data/math"])
+    {'web': 'data/web', 'math': 'data/math'}
+    """
+    matches = [_NAMED.fullmatch(entry) for entry in entries]
+    named = {match[1]: match[2] for match in matches if match}
+    if named and len(named) < len(entries):
+        why = f"of {len(entries)} entries {len(named)} have a name of their own"
+        fix = "write NAME=PATH for each, with different names"
+        raise ConfigError(f"{' '.join(entries)} are not all NAME=PATH", why=why, fix=fix)
+    return named
 
 
 def read_stages(texts: Sequence[str], train_iters: int | None = None) -> tuple[DataStage, ...]:

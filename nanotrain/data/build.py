@@ -4,12 +4,12 @@ Everything here takes constant time for any size of the corpora and needs no dev
 any rank waits for another.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from nanotrain.config.config import DataConfig
-from nanotrain.config.notation import read_stages
+from nanotrain.config.notation import read_named, read_stages
 from nanotrain.data.batch import SampleDataset
 from nanotrain.data.blend import BlendedDataset, StageBlend
 from nanotrain.data.corpus_info import recorded_tokenizer, require_same_tokenizer
@@ -29,6 +29,7 @@ class DatasetSplits:
     train: SampleDataset | None
     valid: SampleDataset | None
     test: SampleDataset | None
+    valid_sets: Mapping[str, SampleDataset] = field(default_factory=dict)  # named ones, instead of `valid`
 
 
 def uses_quickstart(data: DataConfig) -> bool:
@@ -69,9 +70,13 @@ def build_data(
         ConfigError: blends that cannot be parsed, those of all stages in one error; corpora of different tokenizers.
     """
     if data.mock_data:
-        return DatasetSplits(*(SyntheticDataset(vocab_size, data.seq_length, seed + split) for split in range(3)))
+        train, valid, test = (SyntheticDataset(vocab_size, data.seq_length, seed + split) for split in range(3))
+        return DatasetSplits(train, valid, test)
+    named = {name: parse_data_path([path]) for name, path in read_named(data.valid_data_path).items()}
+    if named:
+        data, required = replace(data, valid_data_path=[]), {*required} - {"valid"}
     parsed = [parse_data_path(_paths(data, name)) for name in SPLITS]
-    require_same_tokenizer(entry.prefix for prefixes in parsed for entry in prefixes)
+    require_same_tokenizer(entry.prefix for prefixes in (*parsed, *named.values()) for entry in prefixes)
     built: dict[str, SampleDataset | None] = {}
     for split, name in enumerate(SPLITS):
         prefixes = parsed[split]
@@ -85,7 +90,13 @@ def build_data(
                 dataset[0]  # reads one window: most vocabulary mistakes show in it
         is_staged = data.stages and name == "train"
         built[name] = _stage(datasets, data) if is_staged else _blend(datasets, prefixes)
-    return DatasetSplits(**built)
+    valid_sets: dict[str, SampleDataset] = {}
+    for name, (entry, *_) in named.items():
+        corpus = IndexedTokens(entry.prefix)
+        dataset = GPTDataset(corpus, 0, corpus.num_tokens, data, vocab_size=vocab_size, seed=seed)
+        _check_samples("valid", [dataset], proportions=data.split)
+        valid_sets[name] = dataset
+    return DatasetSplits(**built, valid_sets=valid_sets)
 
 
 def _paths(data: DataConfig, name: str) -> list[str]:

@@ -115,6 +115,22 @@ class SlowTokenizer:
 Tokenizer: TypeAlias = ByteTokenizer | FastTokenizer | SlowTokenizer
 
 
+def document_start(tokenizer: Tokenizer) -> list[int]:
+    """The tokens before the first one of a document: the end of the previous document, or a line break.
+
+    Raises:
+        DataError: the tokenizer has neither.
+    """
+    start = [tokenizer.eod] if tokenizer.eod is not None else tokenizer.encode("\n")
+    if not start:
+        raise DataError(
+            "an empty prompt has no tokens",
+            why="the tokenizer has no end-of-document token and none for a line break",
+            fix="give a prompt with text, or name an eos_token of the vocabulary in tokenizer_config.json",
+        )
+    return start
+
+
 def load_tokenizer(name: str) -> Tokenizer:
     """Load a tokenizer: "bytes", a tokenizer.json, GPT-2's "vocab.json,merges.txt", a folder, or a Hugging Face name.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanotrain.comm.collectives import all_reduce_scalars
 from nanotrain.comm.group import Group
-from nanotrain.data.tokenizer import Tokenizer
+from nanotrain.data.tokenizer import Tokenizer, document_start
 from nanotrain.errors import DataError
 from nanotrain.inference.cache import KVCache
 from nanotrain.model.transformer import Stage
@@ -181,22 +181,6 @@ class TextStream:
     def _show(self, text: str) -> str:
         piece, self._shown = text[self._shown :], max(self._shown, len(text))
         return piece
-
-
-def document_start(tokenizer: Tokenizer) -> list[int]:
-    """The tokens before the first one of a document: the end of the previous document, or a line break.
-
-    Raises:
-        DataError: the tokenizer has neither.
-    """
-    start = [tokenizer.eod] if tokenizer.eod is not None else tokenizer.encode("\n")
-    if not start:
-        raise DataError(
-            "an empty prompt has no tokens",
-            why="the tokenizer has no end-of-document token and none for a line break",
-            fix="give a prompt with text, or name an eos_token of the vocabulary in tokenizer_config.json",
-        )
-    return start
 
 
 def encode_prompts(prompts: Sequence[str], tokenizer: Tokenizer, *, max_tokens: int) -> list[list[int]]:

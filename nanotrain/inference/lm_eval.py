@@ -12,10 +12,12 @@ from typing import Any
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
+from nanotrain.data.tasks import encode_pair
+from nanotrain.data.tokenizer import document_start
 from nanotrain.errors import ConfigError
 from nanotrain.inference.checkpoint import LoadedModel, load_checkpoint
-from nanotrain.inference.generate import Generation, Sampling, document_start, stream_texts
-from nanotrain.inference.score import Request, log_likelihoods, rolling_windows
+from nanotrain.inference.generate import Generation, Sampling, stream_texts
+from nanotrain.inference.score import log_likelihoods, rolling_windows
 
 MAX_NEW_TOKENS = 256  # of a generated text where a task sets no number
 
@@ -57,7 +59,7 @@ class NanotrainLM(LM):
         """The log-likelihood of continuations, and whether each is the greedy one; requests are (context, text)."""
         scored = log_likelihoods(
             self.loaded.model,
-            [self._tokens(*request.args) for request in requests],
+            [encode_pair(*request.args, tokenizer=self.loaded.tokenizer) for request in requests],
             batch_size=self.batch_size,
             max_length=self.max_length,
         )
@@ -95,15 +97,6 @@ class NanotrainLM(LM):
     def _start(self) -> int:
         """The token before a text: the end of a document, as in training."""
         return document_start(self.loaded.tokenizer)[-1]
-
-    def _tokens(self, context: str, continuation: str) -> Request:
-        """Both encoded as one text, so that a token at the border is that of training; blanks begin a continuation."""
-        stripped = context.rstrip()
-        context, continuation = stripped, context[len(stripped) :] + continuation
-        encode = self.loaded.tokenizer.encode
-        before = encode(context)
-        after = encode(context + continuation)[len(before) :]
-        return (before, after) if before else ([self._start], after)
 
     def _generate(self, context: str, options: Mapping[str, Any]) -> str:
         until = options.get("until") or []

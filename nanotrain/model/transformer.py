@@ -155,8 +155,10 @@ class Head(nn.Module):
     def __init__(self, weight: nn.Parameter | None, *, vocabulary: Vocabulary, tensor_parallel: TensorParallel) -> None:
         super().__init__()
         self.weight, self.vocabulary, self.tensor_parallel = weight, vocabulary, tensor_parallel
-        # [2, sources] fp64, losses and target tokens by corpus since they were last read; None where not counted
+        # [2, sources] fp64, sums by `Batch.source_ids` that forward passes add to (`TokenGroups`): of training steps by
+        # corpus, since they were last read, and of evaluations by row of a task; None where not counted
         self.source_sums: Tensor | None = None
+        self.row_sums: Tensor | None = None
 
     def forward(self, hidden: Tensor, batch: Batch, *, tied: nn.Parameter | None) -> Tensor:
         """The summed cross-entropy: [B, S or S/tp, H] -> fp32 scalar, the same on every tp rank."""
@@ -176,10 +178,11 @@ class Head(nn.Module):
         return gathered[..., : self.vocabulary.size]
 
     def _groups(self, batch: Batch) -> TokenGroups | None:
-        """The corpus of every token."""
-        if self.source_sums is None or batch.source_ids is None:
+        """The corpus of every token, or its row of a task."""
+        sums = self.source_sums if torch.is_grad_enabled() else self.row_sums
+        if sums is None or batch.source_ids is None:
             return None
-        return TokenGroups(batch.source_ids.repeat_interleave(batch.labels.shape[1]), self.source_sums)
+        return TokenGroups(batch.source_ids.repeat_interleave(batch.labels.shape[1]), sums)
 
     def _weight(self, tied: nn.Parameter | None) -> nn.Parameter:
         weight = self.weight if tied is None else tied

@@ -10,15 +10,18 @@ cache complete, and are copied out, so that no run depends on it. A cache that c
 """
 
 import hashlib
+import json
 import os
 import platform
 import secrets
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
+from typing import Any
 
 from platformdirs import user_cache_path
 
@@ -27,11 +30,12 @@ from nanotrain.data.token_format import idx_path, smallest_dtype
 from nanotrain.errors import DataError
 from nanotrain.prepare.bpe import train_bpe
 from nanotrain.prepare.token_writer import TokenWriter
-from nanotrain.runs.files import MARKER, disk_errors, make_folder, remove_folder
+from nanotrain.runs.files import MARKER, disk_errors, make_folder, remove_folder, write_text
 
-_VERSION = 1  # increase it when the same Python and vocabulary would give other files
+_VERSION = 2  # increase it when the same Python and vocabulary would give other files
 _CURE = "choose another --run-dir"
 _ENCODE_BATCH = 64
+NUM_QUESTIONS, NUM_CHOICES, CONTEXT_LINES, CONTEXT_CHARACTERS = 64, 4, 8, 300
 _EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
 
 
@@ -74,6 +78,11 @@ def prepare_quickstart(folder: Path, vocab_size: int, *, cache: Path | None = No
         finally:
             remove_folder(building)
     return QuickStart(prefix, tokenizer_path(prefix) / "tokenizer.json")
+
+
+def task_path(prefix: Path) -> Path:
+    """The file of the task beside a quick-start corpus."""
+    return prefix.with_name("next-line.jsonl")
 
 
 def find_quickstart(folder: Path, vocab_size: int) -> Path | None:
@@ -131,11 +140,39 @@ def _build(prefix: Path, vocab_size: int) -> None:
         saved = tokenizer.save(tokenizer_path(prefix))
         info = CorpusInfo(saved, tokenizer.vocab_size, tokenizer.eod, writer.num_documents, writer.num_tokens)
         write_info(prefix, info)
+    questions = "".join(json.dumps(question) + "\n" for question in next_line_questions(texts))
+    write_text(task_path(prefix), questions)
     _print(f"quick start: {info.tokens:,} tokens in {prefix.parent.parent}")
 
 
 def _print(line: str) -> None:  # not a log line: logging is silent on every rank but the first
     print(line, file=sys.stderr, flush=True)
+
+
+def next_line_questions(texts: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Multiple-choice questions, as `data/tasks.py` reads them: which line continues a file of the validation split?
+
+    The wrong lines are of other files, with the indentation of the right one and about its length.
+    """
+    random = Random(0)
+    documents = [text.splitlines() for text in texts[round(0.97 * len(texts)) :]]
+    places = [
+        (lines, place)
+        for lines in documents
+        for place in range(CONTEXT_LINES, len(lines))
+        if 12 <= len(lines[place].strip()) <= 60
+    ]
+    pool = [lines[place].strip() for lines, place in places]
+    for lines, place in random.sample(places, min(NUM_QUESTIONS, len(places))):
+        right = lines[place].rstrip()
+        text = right.strip()
+        others = set(random.sample(pool, min(30, len(pool)))) - {text}
+        nearest = sorted(others, key=lambda other: (abs(len(other) - len(text)), other))[: NUM_CHOICES - 1]
+        choices = [right.replace(text, other) for other in nearest]
+        gold = random.randrange(len(choices) + 1)
+        choices.insert(gold, right)
+        query = "\n".join(lines[place - CONTEXT_LINES : place])[-CONTEXT_CHARACTERS:] + "\n"
+        yield {"query": query, "choices": choices, "gold": gold, "delimiter": ""}
 
 
 def user_cache(kind: str) -> Path:

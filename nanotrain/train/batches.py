@@ -36,15 +36,14 @@ class StepSettings:
     @classmethod
     def at(cls, consumed_samples: int, *, plan: Plan, lr_schedule: LRSchedule) -> Self:
         """The settings of the step whose batch starts at `consumed_samples`."""
-        sampler, config, (batch_size, length, hidden_size) = plan.sampler, plan.config, plan.hidden_shape
+        sampler, config = plan.sampler, plan.config
         num_samples = sampler.size_at(consumed_samples)
         seq_length = sampler.length_at(consumed_samples) or config.data.seq_length
-        parts = config.data.seq_length // seq_length
         return cls(
             num_samples=num_samples,
-            num_sequences=num_samples * parts,
+            num_sequences=num_samples * (config.data.seq_length // seq_length),
             seq_length=seq_length,
-            hidden_shape=(batch_size * parts, length // parts, hidden_size),
+            hidden_shape=plan.hidden_shape_of(seq_length),
             rates={
                 "lr": lr_schedule.lr_at(consumed_samples),
                 "decoupled_lr": lr_schedule.decoupled_lr_at(consumed_samples),

@@ -7,7 +7,6 @@ Every token but the first is predicted once, given the tokens before it in its w
 optimizer. Validation is over the same samples each time.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from nanotrain.config.config import Config
 from nanotrain.data.gpt import AllWindows
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.loader import GlobalBatchLoader
+from nanotrain.data.tasks import Task, TaskScore
 from nanotrain.data.token_bytes import bytes_per_token
 from nanotrain.data.tokenizer import Tokenizer, is_local, load_tokenizer
 from nanotrain.errors import DataError
@@ -46,6 +47,7 @@ from nanotrain.train.plans.plan import Plan
 from nanotrain.train.run import Run, StopRequest
 from nanotrain.train.step import global_loss
 from nanotrain.train.step_report import StepReport
+from nanotrain.train.tasks import score_task
 
 log = get_logger(__name__)
 
@@ -58,6 +60,13 @@ class Evaluation:
     tokens: int  # predicted tokens
     bytes: int | None  # bytes of UTF-8 text in the predicted tokens; None if the tokenizer is unknown
 
+    @classmethod
+    def total(cls, parts: Sequence["Evaluation"]) -> "Evaluation":
+        """The result on all parts together."""
+        tokens, sizes = sum(part.tokens for part in parts), [part.bytes for part in parts if part.bytes is not None]
+        loss = sum(part.loss * part.tokens for part in parts) / max(tokens, 1)
+        return cls(loss, tokens, sum(sizes) if len(sizes) == len(parts) else None)
+
     @property
     def perplexity(self) -> float:
         """The exponential of the loss."""
@@ -68,9 +77,9 @@ class Evaluation:
         """The loss per byte of text, in bits."""
         return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
 
-    def to_json(self) -> str:
+    def to_dict(self) -> dict[str, Any]:
         """The fields and what follows from them."""
-        return json.dumps(asdict(self) | {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte})
+        return asdict(self) | {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
 
     def text(self) -> str:
         """One line."""
@@ -143,6 +152,34 @@ def load_weights(model: OpenedCheckpoint, stages: Mapping[int, BuiltStage]) -> N
         model.read_params(biases)
 
 
+def load_stages(model: OpenedCheckpoint, *, plan: Plan, context: ParallelContext) -> dict[int, BuiltStage]:
+    """The stages of a model in the layout of a plan, with their weights gathered for forward passes.
+
+    Args:
+        model: checkpoint or Hugging Face folder.
+        plan: plan of this rank, for the model's configuration in this layout.
+        context: device and groups.
+    """
+    stages = build_stages(plan, context)
+    load_weights(model.with_model(plan.config.model), stages)
+    for stage in stages.values():
+        for dp in stage.callbacks:
+            dp.start_param_gather()
+            dp.wait_for_params()
+    return stages
+
+
+def score_model(
+    model: OpenedCheckpoint, tasks: Sequence[Task], *, plan: Plan, context: ParallelContext
+) -> dict[str, TaskScore]:
+    """Score a model on tasks; every rank calls this. Arguments as for `evaluate_model`."""
+    stages, pipeline = load_stages(model, plan=plan, context=context), build_pipeline(plan, context)
+    scores = {
+        task.name: score_task(task, plan=plan, stages=stages, pipeline=pipeline, context=context) for task in tasks
+    }
+    return {name: score for name, score in scores.items() if score is not None}
+
+
 @torch.no_grad()
 def evaluate_model(
     model: OpenedCheckpoint,
@@ -161,17 +198,12 @@ def evaluate_model(
         plan: plan of this rank, for the model's configuration in this layout.
         context: device and groups.
         tokenizer: tokenizer of the model; None if unknown.
-        max_samples: windows to read, from the first; None for all.
+        max_samples: number of windows to read, from the first; None for all.
 
     Raises:
         DataError: no such corpus, fewer than two tokens, or text without a tokenizer.
     """
-    stages = build_stages(plan, context)
-    load_weights(model.with_model(plan.config.model), stages)
-    for stage in stages.values():
-        for dp in stage.callbacks:
-            dp.start_param_gather()
-            dp.wait_for_params()
+    stages = load_stages(model, plan=plan, context=context)
     assert plan.config.model.vocab_size is not None, "a model has a vocabulary"
     sizes = None if tokenizer is None else bytes_per_token(tokenizer, plan.config.model.vocab_size)
     forward = partial(run_forward, plan.valid_schedule, stages, pipeline=build_pipeline(plan, context))
@@ -205,29 +237,67 @@ class EvaluateHook(Hook):
             assert run.config.model.vocab_size is not None, "set by open_inputs"
             self._sizes = bytes_per_token(load_tokenizer(self._tokenizer), run.config.model.vocab_size)
         if run.state.step == 0 and run.config.train.train_iters > 0:
-            result = validate(run, self._sizes)
-            if result is not None:
-                log.info("validation loss before training: %.4f", result.loss)
+            results = validate(run, self._sizes)
+            if results is not None:
+                log.info("validation loss before training: %.4f", Evaluation.total(list(results.values())).loss)
 
     def after_step(self, run: Run, report: StepReport) -> None:
         train = run.config.train
         if report.step % train.eval_interval == 0 or report.step == train.train_iters:
-            result = validate(run, self._sizes)
-            if result is not None:
-                report.valid_loss, report.valid_bits_per_byte = result.loss, result.bits_per_byte
+            results = validate(run, self._sizes)
+            if results is not None:
+                total = Evaluation.total(list(results.values()))
+                report.valid_loss, report.valid_bits_per_byte = total.loss, total.bits_per_byte
+            report.evaluation = (_by_name(results or {}) | self._score_tasks(run)) or None
+
+    def _score_tasks(self, run: Run) -> dict[str, float]:
+        """The scores of the tasks; not of those that a signal ends."""
+        numbers: dict[str, float] = {}
+        for task in run.inputs.tasks:
+            score = score_task(
+                task, plan=run.plan, stages=run.runnable, pipeline=run.pipeline, context=run.context, stop=run.stop
+            )
+            if score is not None:
+                numbers |= {f"task/{task.name}/{name}": value for name, value in asdict(score).items()}
+        return numbers
 
 
-def validate(run: Run, sizes: list[int] | None = None) -> Evaluation | None:
-    """Evaluate the first `eval_iters` global batches of the validation split; `sizes` are the bytes per token.
+def validate(run: Run, sizes: list[int] | None = None) -> dict[str, Evaluation] | None:
+    """Evaluate the first `eval_iters` global batches of every validation set, by name; "" is the split's.
 
     None if a rank received a signal during the validation: schedulers kill jobs that do not end soon.
+
+    Args:
+        run: the run.
+        sizes: bytes per token of the vocabulary; None if they are unknown.
     """
-    samples = run.inputs.datasets.valid
-    assert samples is not None, "open_inputs requires a validation split where eval_interval is set"
+    datasets, results = run.inputs.datasets, dict[str, Evaluation]()
     forward = partial(run_forward, run.plan.valid_schedule, run.runnable, pipeline=run.pipeline)
-    num_batches, stop = run.config.train.eval_iters, run.stop
-    with GlobalBatchLoader(samples, sampler=replace(run.plan.sampler, schedule=None, lengths=None)) as batches:
-        return _evaluate(batches, forward, num_batches=num_batches, sizes=sizes, context=run.context, stop=stop)
+    sampler = replace(run.plan.sampler, schedule=None, lengths=None)
+    assert datasets.valid_sets or datasets.valid, "open_inputs requires validation samples where eval_interval is set"
+    for name, samples in datasets.valid_sets.items() or [("", datasets.valid)]:
+        assert samples is not None, "checked above"
+        with GlobalBatchLoader(samples, sampler=sampler) as batches:
+            result = _evaluate(
+                batches,
+                forward,
+                num_batches=run.config.train.eval_iters,
+                sizes=sizes,
+                context=run.context,
+                stop=run.stop,
+            )
+        if result is None:
+            return None
+        results[name] = result
+    return results
+
+
+def _by_name(results: Mapping[str, Evaluation]) -> dict[str, float]:
+    """The losses of named validation sets, and their bits per byte where the bytes of tokens are known."""
+    named = {name: result for name, result in results.items() if name}
+    losses = {f"valid/{name}/loss": result.loss for name, result in named.items()}
+    bits = {name: result.bits_per_byte for name, result in named.items()}
+    return losses | {f"valid/{name}/bits_per_byte": value for name, value in bits.items() if value is not None}
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import fcntl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from nanotrain.checkpoint.store import (
     saved_config,
     step_entries,
 )
-from nanotrain.config.config import Config, DataConfig
+from nanotrain.config.config import Config, DataConfig, TrainConfig
 from nanotrain.config.load import Loaded
+from nanotrain.config.notation import read_named
 from nanotrain.config.references import as_written
 from nanotrain.config.rules.check import check_layout, check_model
 from nanotrain.config.rules.unused import reset_unused
@@ -35,11 +37,12 @@ from nanotrain.config.schema import KEYS, config_from_dict, flat_values, value_o
 from nanotrain.data.build import build_data, first_blend, tokenizer_of, uses_quickstart
 from nanotrain.data.data_path import parse_data_path
 from nanotrain.data.indexed import IndexedTokens
-from nanotrain.data.tokenizer import load_tokenizer
+from nanotrain.data.tasks import Task, read_task
+from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
 from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
 from nanotrain.interop.hf.canonical import free_keys
 from nanotrain.log import get_logger
-from nanotrain.prepare.quickstart import prepare_quickstart, user_cache
+from nanotrain.prepare.quickstart import prepare_quickstart, task_path, user_cache
 from nanotrain.runs.files import OTHER_FOLDER, open_append
 from nanotrain.runs.folder import RunFolder
 from nanotrain.train.run import RunInputs
@@ -81,9 +84,38 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
     required = {"train", "valid"} if config.validates else {"train"}
     assert config.model.vocab_size, "set by _with_vocabulary"
     datasets = build_data(data, vocab_size=config.model.vocab_size, seed=config.train.seed, required=required)
+    entries = config.train.eval_tasks
+    if not entries and uses_quickstart(config.data):
+        entries = [f"next-line={task_path(Path(data.data_path[0]))}"]
+    tasks: tuple[Task, ...] = ()
+    if entries and config.validates:
+        with_names = replace(config.train, eval_tasks=entries)
+        tasks = read_tasks(with_names, None if tokenizer is None else load_tokenizer(tokenizer))
     checkpoint = _checkpoint_to_load(config, folder) if reads_checkpoint else None
     is_resumed = checkpoint is not None and config.checkpoint.load is None
-    return config, RunInputs(folder, datasets, tokenizer, checkpoint, is_resumed, loaded.origins, reads_checkpoint)
+    return config, RunInputs(
+        folder, datasets, tokenizer, checkpoint, is_resumed, loaded.origins, reads_checkpoint, tasks
+    )
+
+
+def read_tasks(train: TrainConfig, tokenizer: Tokenizer | None) -> tuple[Task, ...]:
+    """Read the tasks of `eval_tasks`.
+
+    Raises:
+        ConfigError: a task without a name, or without a tokenizer.
+        DataError: a file is no task.
+    """
+    files = read_named(train.eval_tasks)
+    if train.eval_tasks and not files:
+        why = "scores are logged by name"
+        raise ConfigError(f"the task {train.eval_tasks[0]} has no name", why=why, fix="write NAME=FILE.jsonl")
+    if not files:
+        return ()
+    if tokenizer is None:
+        why = "the questions are text, and the model's tokenizer is unknown"
+        raise ConfigError("tasks need a tokenizer", why=why, fix="name it with --tokenizer-model, or --tokenizer")
+    read = partial(read_task, tokenizer=tokenizer, num_fewshot=train.eval_num_fewshot, limit=train.eval_task_limit)
+    return tuple(read(name, Path(file).expanduser()) for name, file in files.items())
 
 
 def with_pretrained_model(config: Config, explicit: frozenset[str]) -> Config:

@@ -16,6 +16,7 @@ from nanotrain.comm.stop_point import StopPoint
 from nanotrain.data.blend import BlendedDataset
 from nanotrain.data.build import DatasetSplits
 from nanotrain.data.loader import GlobalBatchLoader
+from nanotrain.data.tasks import Task
 from nanotrain.optim.lr import LRSchedule
 from nanotrain.parallel.pp.executor import Pipeline
 from nanotrain.parallel.pp.transfers import RankPlan
@@ -123,6 +124,7 @@ class RunInputs:
     is_resumed: bool = False  # whether `checkpoint` is in the folder of this run
     origins: Mapping[str, str] = field(default_factory=dict)  # key of the configuration -> source of its value
     reads_checkpoint: bool = True  # False: another rank looks for it, and `require_same_start` sets it
+    tasks: tuple[Task, ...] = ()  # scored at every validation
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ FIELDS = (
 )
 OF_OUTPUT = ("loss", "grad_norm", "skipped", "loss_scale")  # numbers on the device among them
 OPTIONAL = (
-    *("valid_loss", "valid_bits_per_byte", "decoupled_lr", "data_stage", "seq_length"),
+    *("valid_loss", "valid_bits_per_byte", "evaluation", "decoupled_lr", "data_stage", "seq_length"),
     *("loss_deviation", "spike_score", "save_stall_s", "failed_saves", "slowest_rank", "wait_for_slowest"),
 )
 
@@ -130,6 +130,8 @@ class StepReport:
     data_stage: str | None = None  # name of the stage of its data; None without data stages
     valid_loss: float | None = None  # set on steps that end with a validation
     valid_bits_per_byte: float | None = None  # the same in bits per byte; None if bytes are unknown
+    # of named validation sets and tasks: "valid/NAME/loss", "task/NAME/accuracy", ...; None without one
+    evaluation: dict[str, float] | None = None
     # of the previous step: the rank that waited least for others, and how much longer the others waited on average, as
     # a share of the step time. None on one rank and on GPUs, where the host does not wait
     slowest_rank: int | None = None

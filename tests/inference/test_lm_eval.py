@@ -25,7 +25,12 @@ validation_split: validation
 output_type: {kind}
 {more}
 """
-CHOICES = "doc_to_text: question\ndoc_to_choice: choices\ndoc_to_target: answer\nmetric_list: [{metric: acc}]"
+CHOICES = """doc_to_text: question
+doc_to_choice: choices
+doc_to_target: answer
+metric_list: [{metric: acc}, {metric: acc_bytes}]
+fewshot_split: validation
+fewshot_config: {sampler: first_n}"""
 TEXTS = "doc_to_text: ''\ndoc_to_target: question\nmetric_list: [{metric: word_perplexity}]"
 
 
@@ -79,3 +84,27 @@ def test_a_local_task_runs_from_the_command_line(tmp_path, capsys, monkeypatch):
     words = sum(len(text.split()) for text in texts)
     total = sum(model.loglikelihood_rolling([request(text)])[0] for text in texts)
     assert metrics["read"]["word_perplexity,none"] == pytest.approx(math.exp(-total / words), rel=1e-6)
+
+
+@pytest.mark.parametrize("num_fewshot", [0, 2])
+def test_our_own_tasks_give_the_numbers_of_lm_eval(tmp_path, capsys, monkeypatch, num_fewshot):
+    for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    write_run(tmp_path / "run")
+    questions, task = tmp_path / "questions.jsonl", tmp_path / "task.jsonl"
+    ours = [
+        {"query": each["question"], "choices": [c.strip() for c in each["choices"]], "gold": each["answer"]}
+        for each in QUESTIONS
+    ]
+    questions.write_text(
+        "\n".join(json.dumps(each | {"choices": [c.strip() for c in each["choices"]]}) for each in QUESTIONS)
+    )
+    task.write_text("\n".join(map(json.dumps, ours)))
+    (tmp_path / "pick.yaml").write_text(TASK.format(name="pick", file=questions, kind="multiple_choice", more=CHOICES))
+    line = ["evaluate", str(tmp_path / "run"), "--num-fewshot", str(num_fewshot), "--json", "--tasks"]
+    assert main([*line, "pick", "--include-path", str(tmp_path)]) == 0
+    theirs = json.loads(capsys.readouterr().out.splitlines()[-1])["pick"]
+    assert main([*line, f"pick={task}"]) == 0
+    score = json.loads(capsys.readouterr().out.splitlines()[-1])["pick"]
+    assert score["accuracy"] == theirs["acc,none"] and score["accuracy_per_byte"] == theirs["acc_bytes,none"]

@@ -24,6 +24,7 @@ from nanotrain.train.evaluate import EvaluateHook, Evaluation, evaluate_model, o
 from nanotrain.train.plans.plan import plan_run
 from tests.harness import run_ranks
 from tests.inference.test_checkpoint import EXPERTS, write_run
+from tests.laws.megatron_file import write_tokens
 from tests.train.small_run import Spy, small_run, train
 
 TEXT = "The loss per byte compares tokenizers. " * 3 + "é"
@@ -149,7 +150,7 @@ def test_it_runs_before_the_first_step_at_every_interval_and_after_the_last(tmp_
 
 def test_the_loss_is_the_mean_over_the_first_batches_of_the_validation_split(tmp_path):
     with small_run(tmp_path, *EVERY_TWO, "--global-batch-size", "2") as run:
-        losses = [validate(run).loss, validate(run).loss]
+        losses = [validate(run)[""].loss, validate(run)[""].loss]
         samples = [run.inputs.datasets.valid[number] for number in range(3 * 2)]
         (stage,) = run.stages.values()
         by_hand = [
@@ -167,7 +168,7 @@ def test_the_sum_over_many_batches_is_not_rounded(tmp_path, monkeypatch):
     monkeypatch.setattr("nanotrain.train.evaluate.run_forward", lambda *_, **__: torch.tensor(next(losses)))
     with small_run(tmp_path, *EVERY_TWO) as run:
         num_tokens = 3 * run.config.train.global_batch_size * run.config.data.seq_length
-        assert validate(run).loss == (2.0**26 + 2) / num_tokens
+        assert validate(run)[""].loss == (2.0**26 + 2) / num_tokens
 
 
 def test_validation_changes_nothing_of_the_training(tmp_path):
@@ -195,3 +196,17 @@ def test_bits_per_byte_follow_from_the_loss_where_the_tokenizer_is_local(tmp_pat
     report, num_bytes = spy.reports[-1], int((labels < 256).sum())  # the vocabulary of 260 has four other tokens
     assert 0 < num_bytes < len(labels)
     assert report.valid_bits_per_byte == pytest.approx(report.valid_loss * len(labels) / math.log(2) / num_bytes)
+
+
+def test_named_validation_sets_have_a_loss_each_and_one_together(tmp_path):
+    write_tokens(tmp_path / "a", (np.arange(2000) % 50).astype(np.uint16))
+    write_tokens(tmp_path / "b", np.full(900, 7, dtype=np.uint16))
+    sets = [f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}"]
+    spy = Spy()
+    flags = ("--no-mock-data", "--data-path", str(tmp_path / "a"), "--valid-data-path", *sets, "--split", "1,0,0")
+    with small_run(tmp_path / "run", "--train-iters", "4", *EVERY_TWO, *flags) as run:
+        train(run, EvaluateHook("bytes"), spy)
+    evaluation, report = spy.reports[-1].evaluation, spy.reports[-1]
+    assert set(evaluation) == {f"valid/{name}/{kind}" for name in "ab" for kind in ("loss", "bits_per_byte")}
+    losses = [evaluation[f"valid/{name}/loss"] for name in "ab"]
+    assert losses[0] > losses[1] and report.valid_loss == pytest.approx(sum(losses) / 2)

@@ -6,7 +6,7 @@ from typing import Any
 
 from nanotrain.config.config import Config
 from nanotrain.config.model import ModelConfig
-from nanotrain.config.notation import count_mtp_layers, read_pipeline_layout
+from nanotrain.config.notation import count_mtp_layers, read_named, read_pipeline_layout
 from nanotrain.config.parallel import DISCARDED_MODULES
 from nanotrain.config.schedules import length_schedule
 from nanotrain.config.schema import ENTRIES, value_of
@@ -200,6 +200,7 @@ SIZES: dict[str, Callable[[Values], Any]] = {
     "layout_layers": lambda v: v.layout_lengths and sum(v.layout_lengths),
     "layout_stages": lambda v: v.layout_lengths and len(v.layout_lengths),
     "layout_mtp_layers": lambda v: (text := v.pipeline_model_parallel_layout) and count_mtp_layers(text),
+    "valid_names": lambda v: list(read_named(v.valid_data_path)),
     "mtp_layers": lambda v: v.mtp_num_layers or 0,
     "ranks_without_layers": ranks_without_layers,
     # layers that are split evenly over stages, with those that embedding and head count as

@@ -57,19 +57,16 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class TokenGroups:
-    """Groups of tokens (one per corpus of a blend) whose losses are also summed separately in training."""
+    """Groups of tokens, whose losses are also summed separately: a corpus of a blend, or a row of a task."""
 
     ids: Tensor  # [T] int64, the group of each token
-    # [2, groups] fp64: sums of losses, over the labels of this rank's shard, and of the mask, on the first tp rank
+    # [2, groups] fp64: sums of losses, over the labels of this rank's shard; and in training of the mask, on the first
+    # tp rank, in evaluation the number of the shard's labels that are the most likely tokens
     sums: Tensor
 
-    def add(self, losses: Tensor, mask: Tensor, *, chunk: slice, counts: bool) -> None:
-        """Add the losses [t] and the masks [t] of a chunk; a matrix product, whose order of summation is fixed."""
-        numbers = torch.arange(self.sums.shape[1], device=self.sums.device)
-        is_in = (self.ids[chunk, None] == numbers).double()  # [t, groups]
-        self.sums[0] += losses.double() @ is_in
-        if counts:
-            self.sums[1] += mask.double() @ is_in
+    def add(self, losses: Tensor, counts: Tensor, *, chunk: slice) -> None:
+        """Add the losses [t] and the counts [t] of a chunk."""
+        self.sums.index_add_(1, self.ids[chunk], torch.stack([losses, counts]).double())
 
 
 @dataclass(frozen=True)
@@ -103,9 +100,15 @@ def vocab_parallel_cross_entropy(
         return loss
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     for chunk in _chunks(hidden, shard):
-        target = shard.find(targets.labels[chunk])
-        # No name for the log-probabilities: they are freed before the logits of the next chunk.
-        total -= target.pick(shard.log_probs(hidden[chunk], weight), targets.loss_mask[chunk]).sum()
+        target, mask = shard.find(targets.labels[chunk]), targets.loss_mask[chunk]
+        log_probs = shard.log_probs(hidden[chunk], weight)
+        picked = target.pick(log_probs, mask)
+        total -= picked.sum()
+        if targets.groups is not None:
+            highest = start_all_gather(log_probs.amax(dim=1, keepdim=True), group, dim=1).wait().amax(dim=1)
+            is_greedy = (picked >= highest) * target.is_local[:, 0] * mask
+            targets.groups.add(-picked, is_greedy, chunk=chunk)
+        del log_probs  # before the logits of the next chunk
     return start_all_reduce(total, group).wait()
 
 
@@ -184,7 +187,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             log_probs = log_probs * mask
             total -= log_probs.sum()
             if targets.groups is not None:
-                targets.groups.add(-log_probs, mask, chunk=chunk, counts=shard.group.is_first)
+                targets.groups.add(-log_probs, mask * shard.group.is_first, chunk=chunk)
             if slope is not None:
                 grad_logits *= slope
             # The mask multiplies rows of H elements, not of V.

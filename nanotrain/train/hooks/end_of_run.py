@@ -11,7 +11,7 @@ import torch
 
 from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.device import peak_memory
-from nanotrain.data.tokenizer import load_tokenizer
+from nanotrain.data.tokenizer import document_start, load_tokenizer
 from nanotrain.errors import DataError, EnvironmentFault, NanotrainError
 from nanotrain.log import get_logger
 from nanotrain.quantities import describe_bytes
@@ -109,7 +109,7 @@ def sample(run: Run, tokenizer_name: str) -> str:
     """Generate a text with the current weights; returns prompt and continuation. An empty prompt starts a document."""
     tokenizer, train = load_tokenizer(tokenizer_name), run.config.train
     # imported here: they would only delay the start
-    from nanotrain.inference.generate import Sampling, document_start, generate
+    from nanotrain.inference.generate import Sampling, generate
 
     prompt = tokenizer.encode(train.generate_prompt) or document_start(tokenizer)
     sampling = Sampling(temperature=TEMPERATURE, top_k=TOP_K, seed=train.seed, stop=tokenizer.eod)

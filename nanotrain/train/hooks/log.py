@@ -6,7 +6,7 @@ A terminal also shows a progress bar. Steps with a validation and the last step 
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -133,6 +133,7 @@ def describe(
         (f"sequences of {last.seq_length:,}" if last.seq_length is not None else "", 5),
         (f"valid {valid:.4f} (ppl {math.exp(min(valid, 700)):,.1f})" if valid is not None else "", 0),
         (f"{last.valid_bits_per_byte:.3f} bits per byte" if last.valid_bits_per_byte is not None else "", 6),
+        (_describe_tasks(last.evaluation or {}), 2),
         (f"SKIPPED {skipped} (gradients not finite)" if skipped else "", 0),
         (f"grad {last.output.grad_norm:.3f}", 3),
         (f"max logit {metrics['max_attention_logit']:.2f}" if "max_attention_logit" in metrics else "", 5),
@@ -179,6 +180,12 @@ def _describe_experts(moe: dict[str, Any] | None) -> str:
 def _describe_spike(report: StepReport) -> str:
     deviation = report.loss_deviation
     return "" if deviation is None or abs(deviation) < SPIKE else f"loss off by {deviation:.1f} std"
+
+
+def _describe_tasks(evaluation: Mapping[str, float]) -> str:
+    """The accuracy on each task."""
+    scores = {key.split("/")[1]: value for key, value in evaluation.items() if key.endswith("/accuracy")}
+    return ", ".join(f"{name} {accuracy:.1%}" for name, accuracy in scores.items())
 
 
 def _describe_slowest(reports: list[StepReport]) -> str:

@@ -160,6 +160,7 @@ class TrackHook(Hook):
         fields |= {f"moe_{name}": value for name, value in moe.items()}
         fields |= {f"mtp_{number}_loss": loss for number, loss in enumerate(fields.pop("mtp_losses", []), start=1)}
         fields |= {f"loss/{name}": loss for name, loss in fields.pop("source_losses", {}).items()}
+        fields |= fields.pop("evaluation", {})
         fields |= {f"norms/{kind}/{group}": norm for kind, each in norms.items() for group, norm in each.items()}
         values = {name: value for name, value in fields.items() if name != "step" and isinstance(value, int | float)}
         values |= {f"moe_load/{router}": counts for router, counts in moe.get("load", {}).items() if counts}

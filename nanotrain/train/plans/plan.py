@@ -150,10 +150,18 @@ class Plan:
     @property
     def hidden_shape(self) -> tuple[int, int, int]:
         """[B, S, H] of this rank's hidden states between two stages, for samples that are not split."""
-        shards = self.groups["cp"].size
-        if self.config.parallel.sequence_parallel:
-            shards *= self.groups["tp"].size
-        return self.config.train.micro_batch_size, self.config.data.seq_length // shards, self.shape.hidden_size
+        return self.hidden_shape_of(self.config.data.seq_length)
+
+    def hidden_shape_of(self, seq_length: int) -> tuple[int, int, int]:
+        """`hidden_shape` where samples are split into sequences of `seq_length` tokens."""
+        batch_size = self.config.train.micro_batch_size * (self.config.data.seq_length // seq_length)
+        return batch_size, seq_length // self.num_sequence_shards, self.shape.hidden_size
+
+    @property
+    def num_sequence_shards(self) -> int:
+        """Ranks over which the hidden states of a sequence are sharded."""
+        tp = self.groups["tp"].size if self.config.parallel.sequence_parallel else 1
+        return self.groups["cp"].size * tp
 
     @property
     def resident_bytes(self) -> ResidentBytes:
