@@ -42,6 +42,7 @@ FLOORS = {
     **dict.fromkeys(["comm", "data", "spec"], 4),
     **dict.fromkeys(["topology", "runs"], 3),
     **dict.fromkeys(["config", "system"], 2),
+    "paths": 1.5,
     **dict.fromkeys(["errors", "log", "quantities", "untrusted"], 1),
 }
 # names that only some files may use
@@ -60,7 +61,7 @@ RESERVED = {
 }
 NO_TORCH = (
     *("nanotrain/__init__.py", "nanotrain/cli/", "nanotrain/config/", "nanotrain/topology/", "nanotrain/spec/"),
-    *("nanotrain/errors.py", "nanotrain/log.py", "nanotrain/system.py", "nanotrain/untrusted.py"),
+    *("nanotrain/errors.py", "nanotrain/log.py", "nanotrain/paths.py", "nanotrain/system.py", "nanotrain/untrusted.py"),
 )
 ALIASES = {"os.getenv": "os.environ", "os.environb": "os.environ", "os.putenv": "os.environ"}
 

@@ -5,15 +5,15 @@ export-megatron
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from nanotrain.cli.parser import Command, CommandParser, argument, count, positive
 from nanotrain.errors import EXIT_CODE
+from nanotrain.paths import local_path
 from nanotrain.quantities import count_of
 
 PATH_HELP = "step folder, or run folder for its newest step"
-PATH = argument("path", type=Path, help=PATH_HELP)
-OUTPUT = argument("output", type=Path, help="the folder to write")
+PATH = argument("path", type=local_path, help=PATH_HELP)
+OUTPUT = argument("output", type=local_path, help="the folder to write")
 DTYPE_HELP = "data type of the weights (default: fp32)"
 DTYPE = argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help=DTYPE_HELP)
 
@@ -40,7 +40,7 @@ def verify(argv: Sequence[str]) -> int:
 
 def diff(argv: Sequence[str]) -> int:
     """Compare the values, settings and counters of two checkpoints; exit code 2 where they differ."""
-    both = [argument(name, type=Path, help=PATH_HELP) for name in ("first", "second")]
+    both = [argument(name, type=local_path, help=PATH_HELP) for name in ("first", "second")]
     args = CommandParser("checkpoint diff", diff, *both).parse_args(argv)
     from nanotrain.checkpoint.report import diff as diff_checkpoints
 
@@ -55,8 +55,8 @@ def average(argv: Sequence[str]) -> int:
     args = CommandParser(
         "checkpoint average",
         average,
-        argument("paths", type=Path, nargs="+", metavar="PATH", help=PATH_HELP),
-        argument("--output", type=Path, required=True, metavar="FOLDER", help="the folder to write"),
+        argument("paths", type=local_path, nargs="+", metavar="PATH", help=PATH_HELP),
+        argument("--output", type=local_path, required=True, metavar="FOLDER", help="the folder to write"),
         argument("--ema-decay", type=positive, metavar="D", help=ema_help),
     ).parse_args(argv)
     from nanotrain.checkpoint.rewrite import average as average_checkpoints
@@ -71,7 +71,7 @@ def prune(argv: Sequence[str]) -> int:
     args = CommandParser(
         "checkpoint prune",
         prune,
-        argument("path", type=Path, help="run folder, or its checkpoints folder"),
+        argument("path", type=local_path, help="run folder, or its checkpoints folder"),
         argument("--keep-last", type=count, required=True, metavar="N", help="number of checkpoints to keep"),
         argument("--dry-run", action="store_true", help="only print what would be deleted"),
     ).parse_args(argv)
@@ -84,7 +84,7 @@ def prune(argv: Sequence[str]) -> int:
 
 def import_hf(argv: Sequence[str]) -> int:
     """Write the weights of a Hugging Face folder as a checkpoint, in fp32."""
-    folder = argument("folder", type=Path, help="the Hugging Face folder")
+    folder = argument("folder", type=local_path, help="the Hugging Face folder")
     args = CommandParser("checkpoint import-hf", import_hf, folder, OUTPUT).parse_args(argv)
     from nanotrain.interop.hf.import_weights import import_hf as import_folder
 
@@ -101,10 +101,10 @@ def export_hf(argv: Sequence[str]) -> int:
             "checkpoint export-hf",
             export_hf,
             PATH,
-            argument("folder", type=Path, help="the Hugging Face folder to write"),
+            argument("folder", type=local_path, help="the Hugging Face folder to write"),
             DTYPE,
             argument("--family", help=family_help),
-            argument("--tokenizer", type=Path, help="tokenizer.json or folder to copy next to the weights"),
+            argument("--tokenizer", type=local_path, help="tokenizer.json or folder to copy next to the weights"),
             argument("--ema", action="store_true", help="write the moving average of the weights (--ema-decay)"),
             argument("--push", metavar="OWNER/NAME", help=push_help),
         ).parse_args(argv)
@@ -133,7 +133,7 @@ def export_dcp(argv: Sequence[str]) -> int:
 
 def export_megatron(argv: Sequence[str]) -> int:
     """Write the weights of a checkpoint for Megatron-LM (torch_dist)."""
-    folder = argument("output", type=Path, help="the folder to write, for --load of Megatron-LM")
+    folder = argument("output", type=local_path, help="the folder to write, for --load of Megatron-LM")
     args = CommandParser("checkpoint export-megatron", export_megatron, PATH, folder, DTYPE).parse_args(argv)
     from nanotrain.interop.megatron import export_megatron as export
 

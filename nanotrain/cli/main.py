@@ -38,9 +38,10 @@ from nanotrain.config.schema import check_choice
 from nanotrain.config.tables import read_table
 from nanotrain.errors import EXIT_CODE, INTERRUPTED, ConfigError, NanotrainError
 from nanotrain.errors import report as print_error
+from nanotrain.paths import local_path
 from nanotrain.system import require_folders, run_program
 
-RUNS = argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder; several are compared")
+RUNS = argument("runs", type=local_path, nargs="+", metavar="RUN", help="run folder; several are compared")
 CONFIG_FLAGS = "any configuration flag may follow, for example --tensor-model-parallel-size 2"
 
 ZSH = "autoload -U +X compinit bashcompinit && compinit && bashcompinit"
@@ -140,7 +141,7 @@ def checkpoint(argv: Sequence[str]) -> int:
 def report(argv: Sequence[str]) -> int:
     """Write an HTML report of one or several runs: curves, settings, memory, checkpoints, samples."""
     output_help = "the HTML file (default: report.html in the first run folder)"
-    output = argument("--output", type=Path, metavar="FILE", help=output_help)
+    output = argument("--output", type=local_path, metavar="FILE", help=output_help)
     args = CommandParser("report", report, RUNS, output).parse_args(argv)
     from nanotrain.report.history import RunHistory
     from nanotrain.report.page import require_html, write_report
@@ -169,7 +170,7 @@ def watch(argv: Sequence[str]) -> int:
 def runs(argv: Sequence[str]) -> int:
     """List the runs in a folder: state, step, loss, tokens per second, last change, size."""
     folder_help = "folder of run folders (default: runs)"
-    folder = argument("folder", type=Path, nargs="?", default=Path("runs"), help=folder_help)
+    folder = argument("folder", type=local_path, nargs="?", default=Path("runs"), help=folder_help)
     args = CommandParser("runs", runs, folder).parse_args(argv)
     if not args.folder.is_dir():
         raise ConfigError(f"there is no folder {args.folder}", why="it should hold run folders", fix="name another")
@@ -200,7 +201,7 @@ def timeline(argv: Sequence[str]) -> int:
     args = CommandParser(
         "timeline",
         timeline,
-        argument("run", type=Path, metavar="RUN", help="folder of a run that was trained with --profile"),
+        argument("run", type=local_path, metavar="RUN", help="folder of a run that was trained with --profile"),
         argument("--step", type=count, metavar="N", help="a profiled step (default: the last one)"),
         argument("--ranks", type=whole_numbers, default=(), metavar="LIST", help=ranks_help),
         argument("--png", type=png_file, metavar="FILE", help=png_help),

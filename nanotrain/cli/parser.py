@@ -14,6 +14,7 @@ from nanotrain.config.flags import known_flags, split_settings
 from nanotrain.config.megatron import row_of
 from nanotrain.config.suggest import by_spelling, did_you_mean
 from nanotrain.errors import ConfigError
+from nanotrain.paths import local_path
 
 # Flags that other programs have for the folder of a model, and what to write to a command that takes it by its place.
 OF_FOLDER = dict.fromkeys(
@@ -117,7 +118,7 @@ def png_file(text: str) -> Path:
     """A file for a picture; the ending keeps other files from being replaced."""
     if not text.lower().endswith(".png"):
         raise argparse.ArgumentTypeError(f"{text!r} does not end in .png")
-    return Path(text)
+    return local_path(text)
 
 
 def run_command(program: str, argv: Sequence[str], *, commands: dict[str, Command]) -> int:

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
-from pathlib import Path
 from typing import Any
 
 from nanotrain.cli.launch import refuse_inside_torchrun, require_no_misspelled, take_options
@@ -20,6 +19,7 @@ from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
 from nanotrain.config.rules.check import check_layout, validate_for_world
 from nanotrain.errors import ConfigError, EnvironmentFault, TopologyError
+from nanotrain.paths import expanded, local_path
 from nanotrain.quantities import count_of
 from nanotrain.system import importing_torch
 
@@ -45,7 +45,7 @@ GENERATED = {
 }
 
 MODEL = (
-    argument("path", type=Path, help="run folder, step folder, or Hugging Face folder"),
+    argument("path", type=local_path, help="run folder, step folder, or Hugging Face folder"),
     argument("--ema", action="store_true", help="use the moving average of the weights (--ema-decay)"),
 )
 
@@ -122,13 +122,15 @@ def _evaluate_parser() -> CommandParser:
     parser = CommandParser("evaluate", evaluate, *MODEL, epilog=epilog, elsewhere=elsewhere)
     data_help = "prefix of token files (.bin/.idx), or text: a .txt or .jsonl file or a folder of them"
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--data", metavar="NAME", help=data_help)
+    what.add_argument("--data", type=expanded, metavar="NAME", help=data_help)
     tasks_help = "tasks of lm-eval on one process, or NAME=FILE.jsonl; separated by commas"
     what.add_argument("--tasks", metavar="NAMES", help=tasks_help)
-    parser.add_argument("--include-path", metavar="FOLDER", help="tasks: a folder with further tasks (YAML)")
+    include_help = "tasks: a folder with further tasks (YAML)"
+    parser.add_argument("--include-path", type=expanded, metavar="FOLDER", help=include_help)
     fewshot_help = "tasks: examples before a question"
     parser.add_argument("--num-fewshot", type=int, choices=range(65), metavar="N", help=fewshot_help)
-    parser.add_argument("--tokenizer", help="Hugging Face name or folder, tokenizer.json; unset: the model's")
+    tokenizer_help = "Hugging Face name or folder, tokenizer.json; unset: the model's"
+    parser.add_argument("--tokenizer", type=expanded, help=tokenizer_help)
     samples_help = "windows of seq_length tokens, or documents of a task, to read; unset: all"
     parser.add_argument("--max-samples", type=count, metavar="N", help=samples_help)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -258,7 +260,8 @@ def _generate_parser() -> CommandParser:
     stop_help = "end at this text, which is not printed; may be repeated"
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop_help)
     parser.add_argument("--seed", type=seed, default=0, help="random seed of the sampling (default: 0)")
-    parser.add_argument("--tokenizer", help="Hugging Face name or folder, tokenizer.json; unset: the run's")
+    tokenizer_help = "Hugging Face name or folder, tokenizer.json; unset: the run's"
+    parser.add_argument("--tokenizer", type=expanded, help=tokenizer_help)
     cache_help = "read the whole text again for every token, instead of keeping keys and values"
     parser.add_argument("--no-cache", action="store_true", help=cache_help)
     return parser

@@ -60,7 +60,8 @@ def unknown_flag(flag: str, *, known: Collection[str], listed_by: str = LISTED_B
     if field in known and not by_meaning(flag):  # a key, a flag with a section, or another number of dashes
         cure: str | None = field
     else:
-        cure = cure_of(flag, known) or nearest(flag, known)
+        accepted = [each for each in known if (row := row_of(each)) is None or row.kind != "not yet"]
+        cure = cure_of(flag, known) or nearest(flag, accepted)
     return ConfigError(f"unknown flag {flag}", fix=advise(cure) if cure else f"{listed_by} lists the flags")
 
 

@@ -10,7 +10,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote, urlparse
@@ -23,9 +23,10 @@ from nanotrain.config.arguments import FLAGS, choice_of, is_file
 from nanotrain.config.config import Config
 from nanotrain.config.flags import CommandLine, Setting
 from nanotrain.config.references import mark_references
-from nanotrain.config.schema import KEYS, SECTIONS, flatten, nest, to_dict
+from nanotrain.config.schema import ENTRIES, KEYS, SECTIONS, flatten, nest, to_dict
 from nanotrain.config.suggest import by_meaning, did_you_mean, nearest_choice
 from nanotrain.errors import ConfigError, ErrorCollector
+from nanotrain.paths import is_secret, local_path
 
 _HYDRA = threading.RLock()  # Hydra is one per process: threads compose one after the other
 
@@ -57,7 +58,7 @@ def search_path(line: CommandLine) -> list[Path]:
     for text in line.search_path:
         if not text:
             raise ConfigError("--config-dir is empty", why="it takes a folder", fix="name one or leave it out")
-        folder = Path(unquote(urlparse(text).path) if text.startswith("file:") else text).expanduser().absolute()
+        folder = local_path(unquote(urlparse(text).path) if text.startswith("file:") else text).absolute()
         if not folder.is_dir():
             why = "it is a file" if folder.exists() else "there is no such folder"
             raise ConfigError(f"config folder {folder} cannot be read", why=why, fix="name a folder with --config-dir")
@@ -74,7 +75,7 @@ def compose_files(line: CommandLine) -> Composed:
     folders = search_path(line)
     choices, recipe_path = dict(line.choices), None
     if is_file(choices.get("config", "")):  # a file, such as a run's config.yaml
-        recipe_path = Path(choices.pop("config")).expanduser()
+        recipe_path = local_path(choices.pop("config"))
     check_choices(choices, folders)
     base, listed = defaults_list(line.config_name, folders)
     overrides = [f"{'' if group in listed else '+'}{group}={name}" for group, name in choices.items()]
@@ -275,6 +276,10 @@ def _interpolation_error(error: OmegaConfBaseException, settings: Sequence[Setti
 
 def parse_value(setting: Setting) -> Any:
     """The value of a setting: a flag's text as it is, an override's by Hydra's grammar for lists and quotes."""
+    if KEYS[setting.key].is_path:  # ${NAME} is a variable there, as a shell writes it
+        written = setting.value if isinstance(setting.value, list) else [setting.value]
+        texts = [re.sub(r"\$\{(\w+)\}", r"$\1", text) for text in written]
+        setting = replace(setting, value=texts if isinstance(setting.value, list) else texts[0])
     if not setting.is_hydra or not isinstance(setting.value, str):
         return setting.value
     if not setting.value:
@@ -310,4 +315,32 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         why, fix = "a configuration has sections", "write section: {field: value}"
         raise ConfigError(f"{path} holds no mapping", why=why, fix=fix)
+    check_references(content, file=path)
     return {str(key): value for key, value in content.items()}
+
+
+def check_references(value: Any, *, file: Path, name: str = "") -> None:
+    """Check the `${...}` of a file, which may come from others: they are fields, or variables that are no secrets.
+
+    Args:
+        value: a value of the file, before its references are replaced.
+        file: the file.
+        name: key of the value.
+
+    Raises:
+        ConfigError: another reference, or a value of a field that only a variable meant for it may give.
+    """
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else [(name, each) for each in value]:
+            check_references(inner, file=file, name=str(key))
+        return
+    meant = ENTRIES[name].secret if name in ENTRIES else ""
+    if meant and value is not None and not re.fullmatch(rf"\$\{{oc\.env:{meant}(, ?null)?\}}", str(value)):
+        fix = f"write ${{oc.env:{meant},null}} there and export {meant}, or pass {ENTRIES[name].flag}"
+        raise ConfigError(f"{name} in {file} is not read", why="only its own variable may set it in a file", fix=fix)
+    for reference in () if meant else re.findall(r"(?=\$\{([^}]*))", str(value)):
+        variable = re.fullmatch(r"oc\.env: *(\w+) *(,.*)?", reference)
+        if variable and is_secret(variable[1]) or not variable and not re.fullmatch(r"\.*[\w.\[\]]+", reference):
+            why = "a file may refer to fields, and to variables of the environment whose name is not that of a secret"
+            fix = "write the value, or set the field on the command line"
+            raise ConfigError(f"{name} in {file} refers to ${{{reference}}}", why=why, fix=fix)

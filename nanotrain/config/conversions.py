@@ -9,6 +9,7 @@ from typing import Any
 from nanotrain.config.config import Config
 from nanotrain.config.schedules import batch_schedule, steps_of_samples
 from nanotrain.errors import ConfigError
+from nanotrain.paths import local_path
 from nanotrain.quantities import count_of, step_name
 from nanotrain.untrusted import list_of, object_of, parse_json, read_file, text_of, unreadable
 
@@ -130,7 +131,7 @@ def data_args_path(config: Config, text: str) -> dict[str, Any]:
     """
     flag, fix = "--data-args-path", "write what would follow --data-path into the file"
     try:
-        words = read_file(Path(text)).decode().split()
+        words = read_file(local_path(text)).decode().split()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{flag} {text} cannot be read", why=unreadable(error), fix=fix) from None
     if not words:
@@ -146,7 +147,7 @@ def per_split_data_args_path(config: Config, text: str) -> dict[str, Any]:
     """
     flag, fix = "--per-split-data-args-path", 'write {"train": "0.7 a 0.3 b", "valid": "c", "test": "d"} into the file'
     try:
-        splits = object_of(parse_json(read_file(Path(text))), "the file")
+        splits = object_of(parse_json(read_file(local_path(text))), "the file")
         if unknown := splits.keys() - {"train", "valid", "test"}:
             raise ValueError(f"it has the key {min(unknown)!r}")
         if not splits.get("train"):

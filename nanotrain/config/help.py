@@ -132,9 +132,8 @@ def describe(entry: Entry) -> tuple[str, str]:
 
 
 def meaning(entry: Entry) -> str:
-    """The meaning of a field, with its unit."""
-    text, unit = entry.field.metadata["meaning"], entry.field.metadata["unit"]
-    return f"{text} [{unit}]" if unit else text
+    """The meaning of a field."""
+    return str(entry.field.metadata["meaning"])
 
 
 def metavar(entry: Entry) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
+from urllib.parse import urlsplit
 
 
 def option(
@@ -11,9 +12,9 @@ def option(
     meaning: str,
     *,
     name: str = "",
-    unit: str = "",
     check: Callable[[Any], bool] | None = None,
     secret: str = "",
+    is_path: bool = False,
 ) -> Any:
     """Declare one field; the only place of its default.
 
@@ -21,11 +22,11 @@ def option(
         default: the value where no file and no argument sets one.
         meaning: one line for `--help` and docs/config.md.
         name: unique name behind the flag, where it is not the section's prefix and the field's own name.
-        unit: unit of a number, where the field's name does not give it.
         check: bound on the value; a value that fails it is a `ConfigError`.
         secret: environment variable to which files refer in place of the value; empty: the value is written.
+        is_path: whether `~` and $VARIABLES in the value are replaced.
     """
-    metadata = {"meaning": meaning, "unit": unit, "check": check, "name": name, "secret": secret}
+    metadata = {"meaning": meaning, "check": check, "name": name, "secret": secret, "is_path": is_path}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -86,6 +87,10 @@ class Entry:
         return str(self.field.metadata["secret"])
 
     @property
+    def is_path(self) -> bool:
+        return bool(self.field.metadata["is_path"])
+
+    @property
     def is_optional(self) -> bool:
         return self.default is None
 
@@ -135,7 +140,16 @@ def between(low: float, high: float) -> Callable[[Any], bool]:
 
 def url() -> Callable[[Any], bool]:
     """A check that passes http and https addresses, and None."""
-    return _check("must begin with http:// or https://", lambda value: value.startswith(("http://", "https://")))
+    return _check("must begin with http:// or https://, then a host, and a port from 1 to 65535 if any", _is_url)
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        is_complete = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, or half an IPv6 address
+        return False
+    return is_complete and parts.scheme in ("http", "https") and text.isprintable() and " " not in text
 
 
 def _check(requirement: str, is_met: Callable[[Any], bool]) -> Callable[[Any], bool]:

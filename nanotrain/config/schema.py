@@ -17,6 +17,7 @@ from nanotrain.config.option import Entry
 from nanotrain.config.references import MARK, FromEnvironment, as_written
 from nanotrain.config.suggest import advise, cure_of, did_you_mean, nearest_choice, other_value
 from nanotrain.errors import ConfigError, ErrorCollector
+from nanotrain.paths import expanded
 from nanotrain.untrusted import LARGEST
 
 
@@ -279,6 +280,7 @@ def convert(entry: Entry, value: Any) -> Any:
 def convert_item(entry: Entry, value: Any) -> Any:
     """One value of a field, or one item of its list."""
     result = convert_choice(entry, value) if entry.choices else CONVERSIONS[entry.item](entry, value)
+    result = expanded(result) if entry.is_path else result
     if result == "" and entry.default != "":
         raise ConfigError(f"{entry.key} is empty", why="it takes text", fix=entry.meaning)
     check = entry.field.metadata["check"]

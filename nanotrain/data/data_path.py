@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nanotrain.data.token_format import idx_path, prefix_of
 from nanotrain.errors import ConfigError
+from nanotrain.paths import local_path
 
 _NUMBER = re.compile(r"[+-]?(\d{1,30}(\.\d{0,30})?|\.\d{1,30})(e[+-]?\d{1,2})?|\d{1,30}/0*[1-9]\d{0,29}", re.IGNORECASE)
 
@@ -56,7 +57,7 @@ def _is_prefix(item: str) -> bool:
 
 
 def _prefix(item: str) -> Path:
-    path = Path(prefix_of(item)).expanduser()
+    path = local_path(prefix_of(item))
     return path if path.name else path.resolve()  # "." is a folder, which has a name
 
 

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 import tokenizers
 
 from nanotrain.errors import DataError
+from nanotrain.paths import expanded, local_path
 from nanotrain.runs.files import write_text
 from nanotrain.untrusted import MAX_TOKENIZER_BYTES, parse_json, read_file, require_file, text_of
 
@@ -139,7 +140,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == "bytes":
         return ByteTokenizer()
-    path = Path(name).expanduser()
+    name = expanded(name)
+    path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
     if file.is_file():
         return _load_fast(file)
@@ -157,7 +159,7 @@ def is_local(name: str) -> bool:
     >>> is_local("bytes"), is_local("gpt2")
     (True, False)
     """
-    return name == "bytes" or all(Path(part).expanduser().exists() for part in name.split(","))
+    return name == "bytes" or all(local_path(part).exists() for part in name.split(","))
 
 
 def _load_gpt2(vocab_file: str, merge_file: str) -> FastTokenizer:

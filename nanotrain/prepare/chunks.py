@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nanotrain.errors import DataError
+from nanotrain.paths import expanded, local_path
 from nanotrain.prepare.inputs import (
     HubDataset,
     check_zstandard,
@@ -81,7 +82,7 @@ def streamed_dataset(name: str, *, subset: str | None, split: str) -> HubDataset
     Raises:
         DataError: a file type without rows.
     """
-    path = Path(name).expanduser()
+    path = local_path(name)
     if path.is_file():
         return _dataset_of_file(path)
     if glob.has_magic(name):
@@ -92,7 +93,7 @@ def streamed_dataset(name: str, *, subset: str | None, split: str) -> HubDataset
 
 def _expand(name: str) -> list[Path] | None:
     """The files of an input; None for what `datasets` has to load."""
-    path = Path(name).expanduser()
+    path = local_path(name)
     if path.is_file():
         return [path]
     if path.is_dir():
@@ -119,7 +120,7 @@ def _files_below(folder: Path) -> list[Path]:
 
 def _matches(pattern: str) -> list[Path]:
     """The files that match a pattern, and those of documents below the folders that do."""
-    found = [Path(name) for name in sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))]
+    found = [Path(name) for name in sorted(glob.glob(expanded(pattern), recursive=True))]
     files = [
         file for path in found for file in (_files_below(path) if path.is_dir() else [path] if path.exists() else [])
     ]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from nanotrain.data.token_format import prefix_of
 from nanotrain.errors import DataError
+from nanotrain.paths import local_path
 from nanotrain.system import usable_cores
 
 _BPE = "bpe:"
@@ -60,7 +61,7 @@ class PrepareOptions:
     def from_args(cls, args: argparse.Namespace) -> "PrepareOptions":
         """The options of a parsed command line."""
         values = {field.name: getattr(args, field.name) for field in fields(cls)}
-        return cls(**values | {"input": tuple(args.input), "output": Path(prefix_of(args.output)).expanduser()})
+        return cls(**values | {"input": tuple(args.input), "output": local_path(prefix_of(args.output))})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -88,7 +88,10 @@ def free_space(path: Path) -> str:
     """The free space of the disk that holds a path, as text."""
     folder = next((each for each in (path, *path.absolute().parents) if each.is_dir()), Path("/"))
     try:
-        return f"{shutil.disk_usage(folder).free:,} bytes free in {folder}"
+        status = os.statvfs(folder)
+        if status.f_files and not status.f_favail:
+            return f"no inode free in {folder}, which has {status.f_files:,}: no file can be created"
+        return f"{status.f_bavail * status.f_frsize:,} bytes free in {folder}"
     except OSError:
         return f"free space of {folder} unknown"
 

@@ -16,8 +16,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from nanotrain.config.rules.check import validate_for_world
 from nanotrain.errors import INTERRUPTED, EnvironmentFault, LocalFault, NanotrainError, ReportedFault, report
 from nanotrain.log import get_logger, start_logging
 from nanotrain.runs.folder import RunFolder
-from nanotrain.runs.lock import lock_run
+from nanotrain.runs.lock import LOCK_NAME, lock_run
 from nanotrain.system import core_limit, importing_torch, outlive_output, usable_cores
 
 if TYPE_CHECKING:
@@ -110,10 +110,7 @@ def train(loaded: Loaded) -> None:
     start = Start(loaded.config, launch)
     check(start)
     folder = RunFolder(Path(str(loaded.config.train.run_dir)))
-    folder.require_writable()
-    if is_first:  # the others would race with it for the lock file
-        folder.require_own()
-    with lock_run(folder.path) if is_first else nullcontext():
+    with claimed(folder, is_first=is_first):
         outlive_output("training goes on, its steps are in metrics.jsonl")
         config, inputs = open_inputs(loaded, reads_checkpoint=launch.local_rank == 0)
         memory = require_memory(config, world_size, device=start.device.type, available=start.available)
@@ -124,6 +121,29 @@ def train(loaded: Loaded) -> None:
             start_logging(coordinates=context.coords_text, is_first=is_first)
             with open_run(plan, inputs, context=context, planned=memory) as (run, hooks):
                 fit(run, hooks)
+
+
+@contextmanager
+def claimed(folder: RunFolder, *, is_first: bool) -> Iterator[None]:
+    """The run folder, made and, by the first rank, locked; an error before the run's first file removes a new one.
+
+    Raises:
+        EnvironmentFault: it cannot be written, another job has it, or it has files that are not a run's.
+    """
+    is_new = not os.path.lexists(folder.path)
+    folder.require_writable()
+    if is_first:  # the others would race with it for the lock file
+        folder.require_own()
+    with lock_run(folder.path) if is_first else nullcontext():
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):  # the folder has other files
+                if is_new and is_first and os.listdir(folder.path) == [LOCK_NAME]:
+                    (folder.path / LOCK_NAME).unlink()
+                if is_new:
+                    folder.path.rmdir()
+            raise
 
 
 def _world_size(text: str) -> int:

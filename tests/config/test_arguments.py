@@ -108,3 +108,8 @@ def test_bad_words_are_named_with_their_cure(words, message):
 def test_a_command_without_recipes_names_its_own_help(words):
     with pytest.raises(ConfigError, match="nanotrain generate --help lists"):
         parse([words], listed_by="nanotrain generate --help").errors.raise_errors()
+
+
+def test_no_error_names_a_flag_that_is_refused():
+    (error,) = parse(["--s3-path", "x"]).errors.errors
+    assert "--help=all lists the flags" in str(error)

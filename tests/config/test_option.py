@@ -10,7 +10,7 @@ from nanotrain.config.option import above, at_least, between, option
 @dataclass(frozen=True)
 class Sample:
     words: list[str] = option(["a"], "some words")
-    count: int = option(3, "how many", unit="words", check=at_least(1))
+    count: int = option(3, "how many", check=at_least(1))
 
 
 def test_a_list_default_is_not_shared():

@@ -112,3 +112,12 @@ def test_a_missing_name_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError) as caught:
         swap_names(tmp_path / "a", tmp_path / "b")
     assert caught.value.errno == errno.ENOENT and (tmp_path / "a").is_dir()
+
+
+def test_a_disk_without_inodes_is_not_said_to_have_space(tmp_path, monkeypatch):
+    class Status:
+        f_files, f_favail, f_bavail, f_frsize = 100, 0, 16_375, 4096
+
+    monkeypatch.setattr(os, "statvfs", lambda _path: Status)
+    text = str(disk_fault(OSError(errno.ENOSPC, "No space left on device"), tmp_path / "a", needed=8))
+    assert f"8 bytes needed, no inode free in {tmp_path}, which has 100" in text and "bytes free" not in text

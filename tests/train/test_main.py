@@ -154,3 +154,13 @@ def test_a_request_for_text_is_printed_by_one_rank_and_nothing_is_trained(tmp_pa
         assert main([*arguments(tmp_path / "run"), *question.split()]) == 0
         assert bool(capfd.readouterr().out) is is_answered, local_rank
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_refused_run_leaves_no_folder(tmp_path, capfd, existed):
+    folder = tmp_path / "a"
+    if existed:
+        folder.mkdir()
+    assert main(["--data-path", str(tmp_path / "nowhere"), "--vocab-size", "64", "--run-dir", str(folder)]) == 2
+    assert "nowhere.idx does not exist" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == (["a", "run.lock"] if existed else [])

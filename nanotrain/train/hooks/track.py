@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 from urllib.error import HTTPError
 from urllib.parse import urlparse
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 import numpy as np
 
@@ -186,6 +186,13 @@ def _netrc_has(host: str | None) -> bool:
         return False
 
 
+class _NoRedirect(HTTPRedirectHandler):
+    """Follows no redirect, which then is an error: a message goes to the server that is named."""
+
+    def redirect_request(self, *args: Any) -> None:
+        """Build no request."""
+
+
 class Sender:
     """Sends messages to a URL, one after the other, in a separate thread.
 
@@ -213,7 +220,7 @@ class Sender:
             body = json.dumps(message).encode()
             try:
                 request = Request(self._url, data=body, headers={"Content-Type": "application/json"})
-                with urlopen(request, timeout=TIMEOUT_S):
+                with build_opener(_NoRedirect).open(request, timeout=TIMEOUT_S):
                     pass
             except HTTPError as error:
                 self._warn(f"the server replied {error.code}")

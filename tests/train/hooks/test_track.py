@@ -356,6 +356,29 @@ def test_the_url_is_used_but_not_printed(tmp_path, monkeypatch):
     assert load_config([f"+config={written}"]).train.notify == SECRET
 
 
-def test_a_file_is_no_url():
+@pytest.mark.parametrize(
+    "url",
+    ["file:///etc/passwd", "http://", "http://h:99999/", "http://h:0/", "http://a b/", "http://[::1/", "http://h:x"],
+)
+def test_what_is_no_address_of_a_server_is_refused(url):
     with pytest.raises(ConfigError, match="must begin with http"):
-        load_config(["--notify", "file:///etc/passwd"])
+        load_config(["--notify", url])
+
+
+def test_a_redirect_is_not_followed(server, logged):
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(302)
+            self.send_header("Location", server.url)
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            server.messages.append({})
+
+    with HTTPServer(("127.0.0.1", 0), Elsewhere) as http:
+        threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
+        sender = Sender(f"http://127.0.0.1:{http.server_port}/")
+        sender.send({"event": "start"})
+        sender.close()
+        http.shutdown()
+    assert not server.messages and "the server replied 302" in "".join(logged)

@@ -1,0 +1,53 @@
+"""Paths as users write them: `~` and $VARIABLES are replaced, and addresses are refused.
+
+expanded, local_path    the text of a path, and the path
+is_secret               whether the name of a variable of the environment is that of a secret
+"""
+
+import os
+import re
+from pathlib import Path
+
+from nanotrain.errors import ConfigError
+
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+_VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
+_SECRET = re.compile("TOKEN|KEY|SECRET|PASS|PWD.|_PWD|CREDENTIAL|AUTH|PRIVATE|COOKIE|WEBHOOK|NOTIFY", re.IGNORECASE)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable of the environment looks like a secret by its name.
+
+    >>> is_secret("HF_TOKEN"), is_secret("SCRATCH"), is_secret("PWD")
+    (True, False, False)
+    """
+    return _SECRET.search(name) is not None
+
+
+def expanded(text: str) -> str:
+    """A path with its `~` and variables replaced; other text, as a name on the Hugging Face hub, stays.
+
+    Raises:
+        ConfigError: an address of a remote file, a variable that is not set or looks like a secret, an unknown user.
+    """
+    if address := _ADDRESS.match(text):
+        why = f"files are read and written by their path on this machine, and {address[1]}:// is none"
+        raise ConfigError(f"{text} is no path", why=why, fix="mount it and name the folder, or copy it first")
+    for variable in _VARIABLE.findall(text):
+        name = variable.strip("{}")
+        if is_secret(name):
+            why = f"the name of {name} is that of a secret, and paths are printed and saved"
+            raise ConfigError(f"{text} cannot be a path", why=why, fix="name a variable that holds a folder")
+        if os.path.expandvars(f"${variable}") == f"${variable}":
+            why = f"{name} is not in the environment"
+            raise ConfigError(f"{text} cannot be a path", why=why, fix=f"export {name}, or write the whole path")
+    path = os.path.expanduser(os.path.expandvars(text))
+    if path.startswith("~"):
+        why = f"{path.split('/')[0]} is no user's folder"
+        raise ConfigError(f"{text} cannot be a path", why=why, fix=f"write ./{text} for a file of that name")
+    return path
+
+
+def local_path(text: str) -> Path:
+    """The path of a text, as `expanded`."""
+    return Path(expanded(text))

@@ -1,0 +1,68 @@
+"""`~` and variables mean the same in every path option; an address is one error everywhere."""
+
+from pathlib import Path
+
+import pytest
+
+from nanotrain.cli.main import main
+from nanotrain.config.load import load_config
+from nanotrain.data.data_path import parse_data_path
+from nanotrain.errors import ConfigError
+from nanotrain.paths import expanded, is_secret
+
+FLAGS = ("--run-dir", "--save", "--load", "--save-fallback-dir", "--tensorboard-dir", "--data-path", "--config-dir")
+COMMANDS = (
+    *("report RUN", "runs RUN", "watch RUN", "compare RUN RUN", "timeline RUN", "report . --output RUN.html"),
+    *("checkpoint inspect RUN", "checkpoint verify RUN", "checkpoint average . --output RUN"),
+    *("checkpoint import-hf RUN x", "checkpoint import-hf . RUN", "checkpoint export-hf . RUN"),
+    *("checkpoint export-hf . x --tokenizer RUN", "checkpoint export-dcp . RUN", "checkpoint export-megatron . RUN"),
+    *("evaluate RUN --data x", "evaluate . --data RUN", "generate RUN", "topology --schedule 1f1b --png RUN.png"),
+    *("prepare --input RUN --output x --tokenizer bytes", "prepare --input . --output RUN --tokenizer bytes"),
+    *("config +config=RUN.yaml", *(f"config --mock-data {flag} RUN" for flag in FLAGS)),
+)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("BUCKET", "b")
+    monkeypatch.delenv("NOT_SET", raising=False)
+
+
+def test_home_and_variables_are_replaced(tmp_path: Path) -> None:
+    assert [expanded(text) for text in ("~/a", "$BUCKET/a", "${BUCKET}s", "org/model", "0.7")] == [
+        *(str(tmp_path / "home/a"), "b/a", "bs", "org/model", "0.7")
+    ]
+    assert str(parse_data_path(["0.7", "~/a", "0.3", "$BUCKET"])[0].prefix) == str(tmp_path / "home/a")
+    config = load_config(["--mock-data", "--run-dir", "~/r", "--load", "${BUCKET}/l", "--tensorboard-dir=$BUCKET"])
+    assert config.train.run_dir == str(tmp_path / "home/r")
+    assert config.checkpoint.load == "b/l" and config.train.tensorboard_dir == "b"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("$NOT_SET/x", "NOT_SET is not in the environment"),
+        ("${MY_TOKEN}", "that of a secret"),
+        ("~none-/x", "no user's"),
+    ],
+)
+def test_what_cannot_be_replaced_is_an_error(text: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "hidden")
+    with pytest.raises(ConfigError) as caught:
+        expanded(text)
+    assert why in str(caught.value) and "hidden" not in str(caught.value)
+
+
+def test_secrets_are_told_by_their_names() -> None:
+    secrets = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MYSQL_PWD", "Password", "NANOTRAIN_NOTIFY")
+    assert all(map(is_secret, secrets)) and not any(map(is_secret, ("HOME", "SCRATCH", "PWD", "SLURM_JOB_ID")))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_address_is_one_error_in_every_command(command: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(command.replace("RUN", "s3://bucket/run").split()) == 2
+    error = capsys.readouterr().err
+    assert "error: s3://bucket/run" in error and "is no path: files are read and written by their path" in error
+    assert not any(tmp_path.iterdir())
