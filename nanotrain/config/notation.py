@@ -28,6 +28,7 @@ from itertools import groupby
 from typing import Any
 
 from nanotrain.errors import ConfigError
+from nanotrain.paths import expanded
 from nanotrain.quantities import count_of
 
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -225,7 +226,7 @@ def read_named(entries: Sequence[str]) -> dict[str, str]:
     {'web': 'data/web', 'math': 'data/math'}
     """
     matches = [_NAMED.fullmatch(entry) for entry in entries]
-    named = {match[1]: match[2] for match in matches if match}
+    named = {match[1]: expanded(match[2]) for match in matches if match}
     if named and len(named) < len(entries):
         why = f"of {len(entries)} entries {len(named)} have a name of their own"
         fix = "write NAME=PATH for each, with different names"

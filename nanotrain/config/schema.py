@@ -279,7 +279,7 @@ def convert(entry: Entry, value: Any) -> Any:
 
 def convert_item(entry: Entry, value: Any) -> Any:
     """One value of a field, or one item of its list."""
-    result = convert_choice(entry, value) if entry.choices else CONVERSIONS[entry.item](entry, value)
+    result: Any = convert_choice(entry, value) if entry.choices else CONVERSIONS[entry.item](entry, value)
     result = expanded(result) if entry.is_path else result
     if result == "" and entry.default != "":
         raise ConfigError(f"{entry.key} is empty", why="it takes text", fix=entry.meaning)
