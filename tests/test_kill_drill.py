@@ -44,7 +44,7 @@ def test_a_lost_or_damaged_checkpoint_is_found(script: ModuleType, tmp_path: Pat
     content = bytearray(shard(older).read_bytes())
     content[-1] ^= 1
     shard(older).write_bytes(content)
-    assert "DAMAGED, 1 faults" in script.fault_of_checkpoints(str(tmp_path))[1]
+    assert "UNSOUND, 1 fault" in script.fault_of_checkpoints(str(tmp_path))[1]
     os.truncate(shard(older), 300)
     assert script.fault_of_checkpoints(str(tmp_path)) == (6, "the newest complete checkpoints are of steps [6]")
 

@@ -92,13 +92,14 @@ class Checkpointer:
             folder, group=self.group, keep_last=self.keep_last, keep_every=self.keep_every, timeout_s=self.timeout_s
         )
 
-    def save(self, step: int, tensors: Tensors, **content: Unpack[Content]) -> Path:
+    def save(self, step: int, tensors: Tensors, *, prunes: bool = True, **content: Unpack[Content]) -> Path:
         """Write one checkpoint. Every rank calls this; on return the checkpoint is complete and on the disk.
 
         Args:
             step: optimizer steps done; names the folder.
             tensors: box -> tensor of the box's shape, to be written by this rank. The boxes of all ranks together
                 cover every tensor exactly once: one replica writes.
+            prunes: whether older checkpoints are deleted afterwards, as `keep_last` says.
             content: the other fields of the manifest; `objects` is the same on all ranks.
 
         Returns:
@@ -116,10 +117,10 @@ class Checkpointer:
             return run_on_all(
                 self.group,
                 lambda: write_shard(shard, tensors, manifest=_for_shard(manifest)),
-                merge=lambda shards: self._commit(commit.merge_shards(manifest, shards)),
+                merge=lambda shards: self._commit(commit.merge_shards(manifest, shards), prunes=prunes),
             )
 
-    def start_save(self, step: int, tensors: Tensors, **content: Unpack[Content]) -> None:
+    def start_save(self, step: int, tensors: Tensors, *, prunes: bool = True, **content: Unpack[Content]) -> None:
         """Start to write one checkpoint in the background; arguments as for `save`. Every rank calls this.
 
         On return the tensors are copied to host memory and may change. `wait` completes the save; one is in flight at
@@ -146,7 +147,7 @@ class Checkpointer:
             if not self.group.is_first:
                 return None
             shards = wait_for_reports(temporary, self.group.size, timeout_s=self.timeout_s, is_cancelled=is_cancelled)
-            return self._commit(commit.merge_shards(manifest, shards))
+            return self._commit(commit.merge_shards(manifest, shards), prunes=prunes)
 
         self._in_flight = step, BackgroundSave(write)
 
@@ -239,7 +240,7 @@ class Checkpointer:
         return manifest
 
     def latest(self, *, below: int | None = None) -> Path | None:
-        """The newest complete checkpoint of this run or None, the same on every rank; warns of unusable newer ones.
+        """`newest_complete` of this run, the same on every rank.
 
         Args:
             below: the step below which all considered steps are; None for no bound.
@@ -269,9 +270,10 @@ class Checkpointer:
             run_on_first(self.group, lambda: commit.require_space(self.folder, needed))
         return commit.temporary_folder(self.folder, first_step)
 
-    def _commit(self, manifest: Manifest) -> Path:
+    def _commit(self, manifest: Manifest, *, prunes: bool) -> Path:
         final = commit.commit(self.folder, manifest.step, text=to_json(manifest))
-        keep_newest(self.folder, self.keep_last, written=final, keep_every=self.keep_every)
+        if prunes:
+            keep_newest(self.folder, self.keep_last, written=final, keep_every=self.keep_every)
         return final
 
     @contextmanager

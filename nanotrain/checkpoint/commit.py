@@ -51,7 +51,8 @@ def merge_shards(manifest: Manifest, shards: Sequence[Manifest]) -> Manifest:
     for name, entry in tensors.items():
         if fault := coverage_fault(entry.shape, [chunk.box for chunk in entry.chunks]):
             raise _inconsistent(f"the ranks do not cover {name} {list(entry.shape)} exactly once: {fault}")
-    return replace(manifest, files=files, tensors=tensors)
+    not_finite = {name for shard in shards for name in shard.not_finite or ()}
+    return replace(manifest, files=files, tensors=tensors, not_finite=tuple(sorted(not_finite)))
 
 
 def temporary_folder(folder: Path, step: int) -> Path:

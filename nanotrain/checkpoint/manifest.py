@@ -76,6 +76,8 @@ class Manifest:
     objects: Mapping[str, Any]  # JSON that `restore` returns unchanged (counters)
     config: Mapping[str, Any]  # the resolved configuration of the run
     topology: Mapping[str, Any]  # the layout of the run, for information only
+    # names of the tensors with a value that is not finite, found while they were written; None where nobody looked
+    not_finite: tuple[str, ...] | None = None
 
 
 def plain_json(value: Any) -> Any:
@@ -90,6 +92,7 @@ def to_json(manifest: Manifest) -> str:
         "version": VERSION,
         "step": manifest.step,
         "files": dict(manifest.files),
+        **({} if manifest.not_finite is None else {"not_finite": list(manifest.not_finite)}),
         **plain_json({"objects": manifest.objects, "config": manifest.config, "topology": manifest.topology}),
         "tensors": {name: tensor_to_dict(entry) for name, entry in manifest.tensors.items()},
     }
@@ -153,6 +156,7 @@ def _manifest_of(body: dict[str, Any], *, is_shard: bool) -> Manifest:
         for name, entry in object_of(body["tensors"], "tensors").items()
     }
     _check_sizes(tensors, files, is_shard=is_shard)
+    names = list_of(body["not_finite"], "not_finite") if "not_finite" in body else None
     return Manifest(
         step=whole_number(body["step"], "step"),
         files=files,
@@ -160,6 +164,7 @@ def _manifest_of(body: dict[str, Any], *, is_shard: bool) -> Manifest:
         objects=object_of(body["objects"], "objects"),
         config=with_current_keys(object_of(body["config"], "config")),
         topology=object_of(body["topology"], "topology"),
+        not_finite=None if names is None else tuple(text_of(name, "not_finite") for name in names),
     )
 
 

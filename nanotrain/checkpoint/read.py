@@ -22,15 +22,13 @@ import torch
 from nanotrain.checkpoint.manifest import ChunkEntry, DamagedCheckpoint, Manifest, TensorEntry, damaged
 from nanotrain.checkpoint.plan import ChunkRead, plan_reads
 from nanotrain.checkpoint.store import read_manifest
-from nanotrain.checkpoint.write import crc32, file_threads, raw_bytes
+from nanotrain.checkpoint.write import PIECE_BYTES, crc32, file_threads, raw_bytes
 from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import SAFETENSORS_NAMES, TORCH_DTYPES
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.untrusted import object_of, parse_json, shown
 
 Tensors = Mapping[TensorBox, torch.Tensor]
-PIECE_BYTES = 2**19
-"""Read at a time: the checksum finds the piece in the processor's cache (measured 64 GB/s there, 30 in memory)."""
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library; 600,000 chunks of 32 MiB
 
 

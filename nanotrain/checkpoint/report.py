@@ -26,8 +26,8 @@ from nanotrain.checkpoint.compatibility import kind_of, vocabulary_rows
 from nanotrain.checkpoint.manifest import ChunkEntry, DamagedCheckpoint, Manifest, TensorEntry
 from nanotrain.checkpoint.plan import coverage_fault, split_box
 from nanotrain.checkpoint.read import ShardFile, read_box
-from nanotrain.checkpoint.store import find_checkpoint, find_manifest, read_manifest
-from nanotrain.checkpoint.write import file_threads
+from nanotrain.checkpoint.store import describe_not_finite, find_checkpoint, find_manifest, read_manifest
+from nanotrain.checkpoint.write import file_threads, is_finite
 from nanotrain.config.schema import config_from_dict, unnest
 from nanotrain.errors import CheckpointError, ConfigError
 from nanotrain.precision.dtypes import TORCH_DTYPES
@@ -45,7 +45,7 @@ class VerifyReport:
     path: Path  # the step folder
     num_chunks: int  # chunks read
     nbytes: int  # their bytes
-    # one line per damaged chunk, missing file or tensor not covered exactly once; empty without faults
+    # one line per chunk that is damaged or not finite, missing file, or tensor not covered exactly once
     faults: tuple[str, ...]
 
     @property
@@ -57,8 +57,8 @@ class VerifyReport:
         """The report for a terminal: one line, or one line per fault."""
         size = f"{self.num_chunks} chunks, {describe_bytes(self.nbytes)}"
         if self.is_sound:
-            return f"{self.path}: sound ({size}, all checksums match)"
-        return "\n  ".join([f"{self.path}: DAMAGED, {len(self.faults)} faults in {size}", *self.faults])
+            return f"{self.path}: sound ({size}, all checksums match, all values are finite)"
+        return "\n  ".join([f"{self.path}: UNSOUND, {count_of(len(self.faults), 'fault')} in {size}", *self.faults])
 
 
 def describe(path: Path, *, tensors: bool = False) -> str:
@@ -96,6 +96,8 @@ def _summary(manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "trained", ", ".join(trained)
     yield "written by", _layout(manifest.topology)
     yield "files", f"{count_of(len(manifest.files), 'shard')}, {describe_bytes(nbytes)}"
+    if manifest.not_finite is not None:
+        yield "values", describe_not_finite(manifest.not_finite) if manifest.not_finite else "all finite"
 
 
 def _layout(topology: Mapping[str, Any]) -> str:
@@ -123,7 +125,7 @@ def _model_line(manifest: Manifest) -> str:
 
 
 def verify(path: Path) -> VerifyReport:
-    """Read every chunk of a checkpoint and compare its checksum with the manifest's.
+    """Read every chunk of a checkpoint, compare its checksum with the manifest's and check that it is finite.
 
     `path` is a step folder, complete or not, or a run folder for its newest.
 
@@ -154,11 +156,12 @@ def verify(path: Path) -> VerifyReport:
 
 def _faults_of_file(path: Path, chunks: Sequence[tuple[ChunkEntry, str]], *, size: int) -> Iterator[str]:
     def fault_of(chunk: ChunkEntry, dtype: str) -> str | None:
+        data = memoryview(bytearray(chunk.nbytes))
         try:
-            shard.read(chunk, shard.offset(chunk, dtype), into=memoryview(bytearray(chunk.nbytes)))
+            shard.read(chunk, shard.offset(chunk, dtype), into=data)
         except CheckpointError as error:
             return f"{error.what}: {error.why}"
-        return None
+        return None if is_finite(data, dtype) else f"chunk {chunk.key} in {path.name} has values that are not finite"
 
     if path.is_file() and (present := os.path.getsize(path)) != size:
         yield f"{path.name} has {present} bytes, the manifest has {size}"

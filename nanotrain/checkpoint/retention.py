@@ -1,6 +1,7 @@
 """Which complete checkpoints are kept, and removal of the others.
 
-keep_newest        after each save: the newest checkpoints, and those at multiples of an interval
+keep_newest        after each save: the newest checkpoints, those at multiples of an interval, and the last sound one
+surplus            what it deletes
 prune              `nanotrain checkpoint prune`
 try_to_remove      remove only the files that nanotrain writes into a folder, and the folder if no other is left
 
@@ -20,6 +21,7 @@ from nanotrain.checkpoint.store import (
     MANIFEST,
     NAMES,
     complete_checkpoints,
+    not_finite,
     require_complete,
     require_files,
     step_entries,
@@ -33,16 +35,11 @@ log = get_logger(__name__)
 
 
 def keep_newest(folder: Path, keep_last: int, *, written: Path, keep_every: int | None = None) -> None:
-    """Delete the oldest complete checkpoints but `keep_last`, never the one just written; 0 keeps all.
+    """Delete the complete checkpoints of `surplus`; `keep_last` 0 keeps all.
 
-    Checkpoints at steps that are a multiple of `keep_every` are kept too and not counted. A failed deletion is one
-    warning, since the save itself succeeded.
+    A failed deletion is one warning, since the save itself succeeded.
     """
-    if keep_last == 0:
-        return
-    others = [path for path in step_entries(folder) if path != written and _is_complete(path)]
-    others = [path for path in others if keep_every is None or step_of(path) % keep_every]
-    for path in others[: max(0, len(others) - (keep_last - 1))]:
+    for path in surplus(folder, keep_last, written=written, keep_every=keep_every) if keep_last else []:
         deleted = deleted_name(path)
         try:
             os.rename(path, deleted)
@@ -50,6 +47,19 @@ def keep_newest(folder: Path, keep_last: int, *, written: Path, keep_every: int 
             _warn(path, error.strerror)
         else:
             try_to_remove(deleted)
+
+
+def surplus(folder: Path, keep_last: int, *, written: Path, keep_every: int | None = None) -> list[Path]:
+    """The oldest complete checkpoints but `keep_last`, never the one just written nor the newest sound one.
+
+    Checkpoints at steps that are a multiple of `keep_every` are kept too and not counted. The weights of a run may stop
+    to be finite: its last sound checkpoint must outlive all later ones.
+    """
+    complete = [path for path in step_entries(folder) if path == written or _is_complete(path)]
+    others = [path for path in complete if path != written and (keep_every is None or step_of(path) % keep_every)]
+    oldest = others[: max(0, len(others) - (keep_last - 1))]
+    sound = next((path for path in reversed(complete if oldest else []) if not not_finite(path)), None)
+    return [path for path in oldest if path != sound]
 
 
 def _is_complete(path: Path) -> bool:
@@ -71,7 +81,7 @@ def _files_of(path: Path, *version: int) -> Mapping[str, int]:
 
 
 def prune(path: Path, keep_last: int, *, is_dry: bool = False) -> list[Path]:
-    """Delete the oldest complete checkpoints of a run folder or checkpoints folder but `keep_last`; returns them.
+    """Delete the `surplus` of a run folder or checkpoints folder and return it.
 
     Raises:
         CheckpointError: there is no complete checkpoint.
@@ -81,7 +91,7 @@ def prune(path: Path, keep_last: int, *, is_dry: bool = False) -> list[Path]:
     complete = complete_checkpoints(folder)
     if not complete:
         raise CheckpointError(f"{path} holds no complete checkpoint", why="there is nothing to prune", fix=NAMES)
-    oldest = complete[: max(0, len(complete) - keep_last)]
+    oldest = surplus(folder, keep_last, written=complete[-1])
     if oldest and not is_dry:
         keep_newest(folder, keep_last, written=complete[-1])
     left = [step.name for step in oldest if os.path.lexists(step)]

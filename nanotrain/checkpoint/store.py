@@ -10,7 +10,7 @@ checkpoints/
   step-00000300.superseded-1/  set aside by a run that resumed from an earlier step: never chosen, never deleted
 
 read_manifest, require_complete          one checkpoint
-saved_config                             the configuration in a manifest, from its first lines
+saved_config, not_finite                 the configuration and the unsound tensors in a manifest, from its first lines
 complete_checkpoints, newest_complete,   a folder of checkpoints; "latest" is always derived, never stored
 checkpoint_to_resume, find_checkpoint, find_manifest
 """
@@ -19,7 +19,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from nanotrain.checkpoint.manifest import (
 )
 from nanotrain.errors import CheckpointError
 from nanotrain.log import get_logger
-from nanotrain.quantities import step_name
+from nanotrain.quantities import count_of, step_name
 from nanotrain.untrusted import object_of, parse_json, read_file, unreadable
 
 MANIFEST = "manifest.json"
@@ -82,13 +82,34 @@ def saved_config(path: Path) -> Mapping[str, Any] | None:
     (measured). The checksum covers all of the manifest, so these lines are unverified; the first rank verifies them
     when the checkpoint is loaded.
     """
+    config = _first_lines(path).get("config")
+    return config if isinstance(config, dict) else None
+
+
+def not_finite(path: Path) -> list[str]:
+    """The tensors with values that are not finite in a complete checkpoint; empty where nobody looked."""
+    names = _first_lines(path).get("not_finite")
+    return names if isinstance(names, list) else []
+
+
+def describe_not_finite(names: Sequence[str]) -> str:
+    """The tensors of `not_finite` as text.
+
+    >>> describe_not_finite(["model/embedding.weight", "model/head.weight"])
+    '2 tensors are not finite, the first is model/embedding.weight'
+    """
+    return f"{count_of(len(names), 'tensor', verb='is')} not finite, the first is {names[0]}"
+
+
+def _first_lines(path: Path) -> dict[str, Any]:
+    """The fields of a manifest before the records of its chunks; empty if they cannot be read or are of a version."""
     try:
         head = _RECORDS.split(read_file(path / MANIFEST, follows_links=False, until=_RECORDS), maxsplit=1)
         body = object_of(parse_json(head[0] + b"}", allow_nan=True), "it")
-        is_known = len(head) == 2 and (body.get("format"), body.get("version")) == (FORMAT, VERSION)
-        return object_of(body.get("config"), "config") if is_known else None
     except (OSError, ValueError):
-        return None
+        return {}
+    is_known = len(head) == 2 and (body.get("format"), body.get("version")) == (FORMAT, VERSION)
+    return body if is_known else {}
 
 
 def require_complete(path: Path) -> Manifest:
@@ -129,7 +150,9 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_complete(folder: Path, *, below: int | None = None) -> Path | None:
-    """The complete checkpoint of the highest step, or None; one warning lists newer ones that are skipped, and why.
+    """The sound checkpoint of the highest step, or None; one warning lists newer ones that are skipped, and why.
+
+    Sound is a complete one whose values are all finite; where none is, the newest complete one is taken.
 
     Args:
         folder: checkpoints folder of a run.
@@ -201,16 +224,20 @@ def _fault_of(path: Path) -> CheckpointError | None:
 
 
 def _newest(folder: Path, *, below: int | None) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint, and what is newer than it and not complete, with the reasons."""
-    newest, skipped = None, []
+    """The newest sound checkpoint, else the newest complete one; and what is newer and not sound, with the reasons."""
+    newest, reasons = None, dict[Path, str]()
     for path in reversed([path for path in step_entries(folder) if below is None or step_of(path) < below]):
         fault = _fault_of(path)
-        if fault is None:
+        names = not_finite(path) if fault is None else []
+        if fault is None and (newest is None or not names):
             newest = path
+        if fault is None and not names:
             break
-        skipped.append(f"{path.name} ({fault.why or fault.what})")
+        reasons[path] = describe_not_finite(names) if fault is None else fault.why or fault.what
+    first = -1 if newest is None else step_of(newest)
+    skipped = [f"{path.name} ({why})" for path, why in reasons.items() if path != newest and step_of(path) >= first]
     unfinished = [path for path, ending in _entries(folder) if ending == "tmp" and below is None]
-    newer = [path for path in unfinished if newest is None or step_of(path) > step_of(newest)]
+    newer = [path for path in unfinished if step_of(path) > first]
     return newest, skipped + [f"{path.name} (it was never finished)" for path in newer]
 
 

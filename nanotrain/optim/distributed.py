@@ -45,12 +45,13 @@ ROW_NUMEL = 4096
 
 @dataclass(frozen=True)
 class Update:
-    """Result of one optimizer step, equal on every rank: tensors on the device, so that the host need not wait."""
+    """Result of one optimizer step, but for the last equal on every rank; on the device, so the host need not wait."""
 
     grad_norm: Tensor  # fp64 scalar, global 2-norm before clipping; not finite if the step was skipped
     skipped: Tensor  # bool scalar, whether no parameter changed
     sums: Tensor  # [n] fp64, the sums over all ranks of what was passed
     loss_scale: float | Tensor  # factor of the gradients in this step
+    local_finite: Tensor  # bool scalar, whether this rank's shards of the reduced gradients are finite; not equal
 
 
 class DistributedOptimizer:
@@ -115,6 +116,7 @@ class DistributedOptimizer:
         """
         scale = self.loss_scale.scale
         local = squared_norm(self._norm_grads, device=self._device)[None]
+        is_local_finite = local[0].isfinite()  # before the all-reduce, which may be in place
         total = local if sums is None else torch.cat([local, sums])
         all_reduce(total, self._world)
         norm = total[0].sqrt() / scale
@@ -135,7 +137,7 @@ class DistributedOptimizer:
         step = UpdateStep(self._config, self._num_updates, lr, decoupled_lr, weight_decay, found_inf)
         with record_function(f"Optimizer.step#{self._config.optimizer}"):  # named in traces as torch names its own
             self._run_rules(step)
-        return Update(norm, ~is_finite, total[1:], scale)
+        return Update(norm, ~is_finite, total[1:], scale, is_local_finite)
 
     @property
     def num_updates(self) -> int:

@@ -35,18 +35,21 @@ class StepOutput:
     """The outcome of one step, equal on every rank; its numbers are read from the device when they are first used."""
 
     copy: HostCopy  # the numbers of the step in one tensor
-    sizes: Mapping[str, int]  # numbers of each part among them, after the four of every step
+    sizes: Mapping[str, int]  # numbers of each part among them, after the five of every step
     parts: StepParts
     num_tokens: int  # target tokens of the global batch
     settings: StepSettings  # learning rate and batch size of this step
 
     @classmethod
-    def of(cls, run: Run, batch: GlobalBatch, *, update: Update, numbers: Mapping[str, Tensor]) -> Self:
+    def of(
+        cls, run: Run, batch: GlobalBatch, *, update: Update, numbers: Mapping[str, Tensor], local_loss: Tensor
+    ) -> Self:
         """Start to copy the numbers of the step that `run` has just done, before its counters advance."""
         loss = update.sums[:1]
+        local_fault = torch.where(local_loss.isfinite(), ~update.local_finite, 2)
         always = (loss, update.grad_norm[None], update.skipped[None], torch.ones_like(loss) * update.loss_scale)
         return cls(
-            HostCopy(torch.cat([*always, *numbers.values()])),
+            HostCopy(torch.cat([*always, local_fault[None], *numbers.values()])),
             {name: len(own) for name, own in numbers.items()},
             run.parts,
             num_tokens=max(batch.num_target_tokens, 1),
@@ -83,10 +86,15 @@ class StepOutput:
         """Factor of the loss in this step."""
         return self.numbers[3]
 
+    @property
+    def local_fault(self) -> int:
+        """2 if the loss of this rank is not finite, 1 if only its shards of the reduced gradients are not, else 0."""
+        return int(self.numbers[4])
+
     @cached_property
     def metrics(self) -> dict[str, Any]:
         """What the parts report."""
-        numbers = iter(self.numbers[4:])
+        numbers = iter(self.numbers[5:])
         return self.parts.metrics({name: list(islice(numbers, size)) for name, size in self.sizes.items()})
 
 
@@ -110,7 +118,7 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
     update = run.optimizer.step(**settings.rates, sums=sums_of(run, loss_sum, is_logged=is_logged))
     numbers = run.parts.after_update(update, update.sums[1:], is_logged=is_logged)
     run.start_param_gather()
-    output = StepOutput.of(run, batch, update=update, numbers=numbers)
+    output = StepOutput.of(run, batch, update=update, numbers=numbers, local_loss=loss_sum)
     run.state.advance(samples=settings.num_samples, tokens=batch.num_target_tokens)
     return output
 

@@ -30,7 +30,7 @@ FIELDS = (
 )
 OF_OUTPUT = ("loss", "grad_norm", "skipped", "loss_scale")  # numbers on the device among them
 OPTIONAL = (
-    *("valid_loss", "valid_bits_per_byte", "evaluation", "decoupled_lr", "data_stage", "seq_length"),
+    *("valid_loss", "valid_bits_per_byte", "evaluation", "decoupled_lr", "data_stage", "seq_length", "skipped_on"),
     *("loss_deviation", "spike_score", "save_stall_s", "failed_saves", "slowest_rank", "wait_for_slowest"),
 )
 
@@ -138,6 +138,7 @@ class StepReport:
     wait_for_slowest: float | None = None
     save_stall_s: float | None = None  # seconds for which saves blocked this rank since the last row; None without one
     spikes: SpikeScore | None = None  # losses of the run so far; reports are read in order
+    skipped_on: str | None = None  # ranks on which steps since the last logged one were not finite; None if none was
     failed_saves: int | None = None  # checkpoints of the run that could not be written so far; None if there are none
 
     @property

@@ -227,9 +227,13 @@ class Poison(Hook):
 @ranks(2)
 def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_state_saved(ctx, tmp_path):
     hooks = [Poison(3)] if ctx.rank == 1 else []
-    with small_run(tmp_path, "--train-iters", "9", "--max-consecutive-skips", "2", context=ctx) as run:
-        with pytest.raises(TrainingFault, match="2 steps in a row without an update, the last is step 4"):
-            train(run, *hooks, CheckpointHook())
+    flags = ("--train-iters", "9", "--max-consecutive-skips", "2", "--log-interval", "1")
+    spy = Spy()
+    with small_run(tmp_path, *flags, context=ctx) as run:
+        with pytest.raises(TrainingFault, match="2 steps in a row without an update, the last is step 4") as error:
+            train(run, *hooks, CheckpointHook(), spy)
+        assert [report.skipped_on for report in spy.reports] == [None, None, "rank 1", "rank 1"]
+        assert error.value.why == "their gradients are not finite on rank 1"
         assert run.checkpointer.latest().name == "step-00000004"
 
 

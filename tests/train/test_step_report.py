@@ -75,7 +75,7 @@ def test_a_report_reads_its_step_once_and_when_it_is_used():
 
     class Copy:
         def read(self) -> list[float]:
-            return reads.append(1) or [3.0, 0.5, 1.0, 8.0, 6.0]
+            return reads.append(1) or [3.0, 0.5, 1.0, 8.0, 2.0, 6.0]
 
     class Count(StepPart):
         def metrics(self, numbers: Sequence[float]) -> dict[str, float]:

@@ -35,6 +35,7 @@ class CheckpointHook(Hook):
 
     def __init__(self) -> None:
         self._saved_step: int | None = None  # the last step saved, or being saved in the background
+        self._saved_updates: int | None = None  # updates of the weights up to there
         self._in_flight: Checkpointer | None = None
         self._is_reported = False  # whether the first rank has logged how the save in flight ended
         self._ends_run = False  # whether a failed save is the error that ends the run, which names it
@@ -44,14 +45,17 @@ class CheckpointHook(Hook):
         _rename_later(run)
         self._report = None  # of a step that does not count
         self._saved_step = run.state.step  # a resumed step is already on disk
+        self._saved_updates = run.optimizer.num_updates
 
     def after_step(self, run: Run, report: StepReport) -> None:
         self._report = report
         interval = run.config.checkpoint.save_interval
         if not interval or report.step % interval:
             self._poll(run)
-            return
-        self._save_and_go_on(run)
+        elif self._saved_updates == run.optimizer.num_updates:
+            log.info("step %d is not saved: all steps since %s were skipped", report.step, self._saved_step)
+        else:
+            self._save_and_go_on(run)
 
     def save_now(self, run: Run) -> None:
         """Save as at an interval; a step that is saved, or being saved, is not saved again."""
@@ -102,6 +106,8 @@ class CheckpointHook(Hook):
         run.context.heartbeat.begin("checkpoint")
         writer = checkpointer or run.checkpointer
         tensors = run.optimizer.tensors_to_save() | run.parts.tensors_to_save()
+        # While steps are skipped the weights may be lost already, and an older checkpoint be the one to go back to.
+        prunes = self._report is None or not self._report.output.skipped
         content: dict[str, Any] = {
             "objects": {
                 "train": run.state.to_dict(),
@@ -113,12 +119,12 @@ class CheckpointHook(Hook):
         }
         if in_background:
             start = time.perf_counter()
-            writer.start_save(run.state.step, tensors, **content)
+            writer.start_save(run.state.step, tensors, prunes=prunes, **content)
             log.info("saving step %d in the background, after %.3f s", run.state.step, time.perf_counter() - start)
             self._in_flight = writer
         else:
-            log.info("saved %s", writer.save(run.state.step, tensors, **content))
-        self._saved_step = run.state.step
+            log.info("saved %s", writer.save(run.state.step, tensors, prunes=prunes, **content))
+        self._saved_step, self._saved_updates = run.state.step, run.optimizer.num_updates
 
     def _save_last(self, run: Run) -> None:
         """Save in the run folder, or else in the fallback folder."""
@@ -161,7 +167,7 @@ class CheckpointHook(Hook):
             if not is_reported:
                 log.info("saved %s", path)
         except StorageFault as error:
-            self._saved_step = None
+            self._saved_step = self._saved_updates = None
             if is_strict and not is_reported:
                 self._failed(run, error)
 

@@ -27,13 +27,13 @@ from nanotrain.comm.collectives import all_gather_object, all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.errors import CorruptState, TrainingFault
 from nanotrain.parallel.dp.data_parallel import DataParallel, gathered
-from nanotrain.quantities import count_of
 from nanotrain.topology.groups import GroupName
 from nanotrain.train.batches import raise_on_all
-from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.hooks.hook import Hook, ranks_at_fault
 from nanotrain.train.parts.part import StepPart
 from nanotrain.train.run import Run
 from nanotrain.train.step_report import StepReport
+from nanotrain.watch.report import named_ranks
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 22  # elements per partial sum, which takes 16 bytes per element
@@ -73,9 +73,11 @@ class DebugNanHook(Hook):
             return
         findings = [each for each in all_gather_object(self._finding, run.context.control) if each is not None]
         if not findings:
+            where = ranks_at_fault(report.output.local_fault, run.context.control)
             raise TrainingFault(
                 f"step {report.step} is not finite, but every output and its gradient is",
-                why="a weight gradient or its sum over ranks overflowed",
+                why="a weight gradient or its sum over ranks overflowed"
+                + (f", in the shards of {where}" if where else ""),
                 fix="lower --lr or --clip-grad, or train in bf16 or fp32",
             )
         first = min(findings, key=lambda finding: finding.order)
@@ -84,7 +86,7 @@ class DebugNanHook(Hook):
         raise TrainingFault(
             f"the first tensor of step {report.step} that is not finite is {first.what}",
             why=f"on {where}, microbatch {microbatch}, action {first.action}; "
-            f"{count_of(len(findings), 'rank')} found one",
+            f"found on {named_ranks([finding.rank for finding in findings])}",
             fix="look at its inputs: the data of that microbatch, the learning rate, the parameters before it",
         )
 

@@ -4,11 +4,14 @@ TimeoutHook     lower the timeout of collectives after the first step, which com
 SkippedSteps    end the run after too many skipped steps in a row
 """
 
+from nanotrain.comm.collectives import all_gather_object
+from nanotrain.comm.group import Group
 from nanotrain.errors import TrainingFault
 from nanotrain.log import get_logger
 from nanotrain.quantities import count_of
 from nanotrain.train.run import Run
 from nanotrain.train.step_report import StepReport
+from nanotrain.watch.report import named_ranks
 
 log = get_logger(__name__)
 
@@ -69,14 +72,24 @@ class TimeoutHook(Hook):
 
 
 class SkippedSteps(Hook):
-    """Ends the run, on all ranks, at `--max-consecutive-skips`; `fit` calls it before all other hooks."""
+    """Ends the run, on all ranks, at `--max-consecutive-skips`; `fit` calls it before all other hooks.
+
+    At a logged step the ranks exchange where the skipped steps since the last one were not finite.
+    """
 
     def __init__(self) -> None:
         self._num_skipped = 0  # in a row
+        self._fault: int | None = None  # of this rank in the skipped steps since the last logged one; None without one
+        self._where = ""  # the ranks of the last exchange
 
     def after_read(self, run: Run, report: StepReport) -> None:
         scaling, loss_scale = run.optimizer.loss_scale, report.output.loss_scale
         self._num_skipped = self._num_skipped + 1 if report.output.skipped else 0
+        if report.output.skipped:
+            self._fault = max(self._fault or 0, report.output.local_fault)
+        if report.is_logged and self._fault is not None:
+            report.skipped_on, self._fault = ranks_at_fault(self._fault, run.context.control), None
+            self._where = f" on {report.skipped_on}" if report.skipped_on else ""
         at_minimum = scaling.is_dynamic and loss_scale <= scaling.minimum
         if self._num_skipped == 1 and at_minimum and run.context.control.is_first:
             what = "step %d overflows at the minimal loss scale %g: no scale makes it finite"
@@ -84,6 +97,16 @@ class SkippedSteps(Hook):
         if self._num_skipped and self._num_skipped == run.config.train.max_consecutive_skips:
             raise TrainingFault(
                 f"{count_of(self._num_skipped, 'step')} in a row without an update, the last is step {report.step}",
-                why="their gradients are not finite" + (f", at the minimal loss scale {loss_scale:g}" * at_minimum),
+                why=f"their gradients are not finite{self._where}"
+                + (f", at the minimal loss scale {loss_scale:g}" * at_minimum),
                 fix="find the first tensor with --debug-nan, lower --lr, or raise --max-consecutive-skips",
             )
+
+
+def ranks_at_fault(local_fault: int, group: Group) -> str | None:
+    """The ranks with the largest `local_fault` of a step: those whose loss is not finite, else whose gradients are not.
+
+    None if every rank's own numbers are finite: their sum over the ranks is not. Every rank calls this.
+    """
+    faults = all_gather_object(local_fault, group)
+    return named_ranks([rank for rank, fault in enumerate(faults) if fault == max(faults)]) if any(faults) else None

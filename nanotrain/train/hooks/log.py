@@ -123,6 +123,7 @@ def describe(
     wait = sum(report.data_wait_s for report in reports) / seconds
     remaining = timedelta(seconds=round((train_iters - last.step) * (seconds_per_step or seconds / len(reports))))
     skipped = sum(report.output.skipped for report in reports)
+    where = f" on {last.skipped_on}" if last.skipped_on else ""
     stall = sum(report.save_stall_s or 0.0 for report in reports)
     per_device = f"{tokens_per_second / num_devices:,.0f} per device" if num_devices > 1 else ""
     # text, and its order of removal on narrow lines, the highest number first; 0: never removed
@@ -134,7 +135,7 @@ def describe(
         (f"valid {valid:.4f} (ppl {math.exp(min(valid, 700)):,.1f})" if valid is not None else "", 0),
         (f"{last.valid_bits_per_byte:.3f} bits per byte" if last.valid_bits_per_byte is not None else "", 6),
         (_describe_tasks(last.evaluation or {}), 2),
-        (f"SKIPPED {skipped} (gradients not finite)" if skipped else "", 0),
+        (f"SKIPPED {skipped} (gradients not finite{where})" if skipped else "", 0),
         (f"grad {last.output.grad_norm:.3f}", 3),
         (f"max logit {metrics['max_attention_logit']:.2f}" if "max_attention_logit" in metrics else "", 5),
         (f"params norm {metrics['params_norm']:.3f}" if "params_norm" in metrics else "", 5),

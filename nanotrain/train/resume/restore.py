@@ -19,7 +19,7 @@ from torch import Tensor
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.compatibility import has_weights_alone, vocabulary_rows, weights_alone
 from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
-from nanotrain.checkpoint.store import step_of
+from nanotrain.checkpoint.store import describe_not_finite, step_of
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.schema import config_from_dict, to_dict, unnest
 from nanotrain.data.build import first_blend, uses_quickstart
@@ -88,6 +88,8 @@ def restore(
             if not may_fall_back:
                 raise
             start = _fall_back(start, checkpointer, error=error)
+    if manifest.not_finite and checkpointer.group.is_first:
+        log.warning("%s: %s", start, describe_not_finite(manifest.not_finite))
     missing = parts.missing(targets, manifest, weights_alone=weights_alone)
     parts.restored(missing, checkpoint=None if weights_alone else start)
     _log_changes(manifest.config, to_dict(config))

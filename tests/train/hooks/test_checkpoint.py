@@ -9,10 +9,15 @@ import pytest
 import torch
 
 from nanotrain.checkpoint import checkpointer
+from nanotrain.checkpoint.report import describe, verify
+from nanotrain.checkpoint.retention import prune
 from nanotrain.checkpoint.store import complete_checkpoints, read_manifest
-from nanotrain.errors import EnvironmentFault
+from nanotrain.errors import EnvironmentFault, TrainingFault
 from nanotrain.runs.files import StorageFault
 from nanotrain.train.hooks.checkpoint import CheckpointHook
+from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.run import Run
+from nanotrain.train.step_report import StepReport
 from tests.train.small_run import Spy, small_run, train
 
 
@@ -33,6 +38,64 @@ def test_only_the_newest_are_kept(tmp_path):
     with small_run(tmp_path, "--train-iters", "6", "--save-interval", "1", "--keep-last", "2") as run:
         train(run, CheckpointHook())
     assert saved(tmp_path) == [5, 6]
+
+
+class InfWeight(Hook):
+    """One weight is not finite from a step on."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def before_training(self, run: Run) -> None:
+        (stage,) = run.stages.values()
+        stage.register_forward_pre_hook(lambda *_: self.poison(run))
+
+    def poison(self, run: Run) -> None:
+        if run.state.step == self.step - 1:
+            next(tensor for box, tensor in run.optimizer.state_tensors().items() if "mlp" in box.name)[0] = torch.inf
+            run.optimizer.finish_load()
+
+
+@pytest.mark.parametrize("flags", [(), ("--async-save",)], ids=["plain", "async"])
+def test_weights_that_are_not_finite_never_push_out_the_last_sound_checkpoint(tmp_path, logged, flags):
+    line = ("--train-iters", "9", "--save-interval", "2", "--keep-last", "2", *flags)
+    with small_run(tmp_path, *line, "--max-consecutive-skips", "3") as run, pytest.raises(TrainingFault):
+        train(run, InfWeight(5), CheckpointHook())
+    assert saved(tmp_path) == [2, 4, 7], "step 6 has the weights of step 4 and later ones with inf, 7 ended the run"
+    assert "step 6 is not saved: all steps since 4 were skipped" in logged
+
+    last = tmp_path / "checkpoints" / "step-00000007"
+    assert "1 tensor is not finite, the first is model/" in describe(last)
+    assert "all finite" in describe(last.with_name("step-00000004"))
+    report = verify(last)
+    assert not report.is_sound and "UNSOUND, 1 fault in" in report.text()
+    assert report.faults[0].endswith("in shard-00000-of-00001.safetensors has values that are not finite")
+    assert [path.name for path in prune(tmp_path, 1)] == ["step-00000002"]
+
+    with small_run(tmp_path, *line) as run:
+        assert run.state.step == 4
+        (why,) = [line for line in logged if "skipped" in line and "step-00000007" in line]
+        assert "1 tensor is not finite, the first is model/" in why and why.endswith("using step-00000004")
+        train(run, CheckpointHook())
+    assert saved(tmp_path) == [8, 9]
+
+
+def test_a_save_after_a_skipped_step_deletes_nothing(tmp_path):
+    class Poison(Hook):
+        def before_training(self, run: Run) -> None:
+            (stage,) = run.stages.values()
+            stage.register_forward_hook(lambda _, _in, out: out * torch.nan if run.state.step == 3 else None)
+
+    line = ("--train-iters", "6", "--save-interval", "2", "--keep-last", "1")
+    kept = []
+
+    class Kept(Hook):
+        def after_step(self, run: Run, report: StepReport) -> None:
+            kept.append(saved(tmp_path))
+
+    with small_run(tmp_path, *line, "--global-batch-size", "1") as run:
+        train(run, Poison(), CheckpointHook(), Kept())
+    assert kept == [[], [2], [2], [2, 4], [2, 4], [6]]
 
 
 def test_a_run_with_nothing_left_does_not_save_again(tmp_path):

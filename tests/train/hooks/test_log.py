@@ -84,9 +84,9 @@ def test_rates_are_means_over_the_steps_since_the_last_line():
 
 
 def test_skipped_steps_and_validations_are_told():
-    reports = [report_of(1, skipped=True), report_of(2, valid_loss=2.0)]
+    reports = [report_of(1, skipped=True), report_of(2, valid_loss=2.0, skipped_on="ranks 1, 3")]
     line = describe(reports, train_iters=2, num_devices=1)
-    assert "SKIPPED 1 (gradients not finite)" in line
+    assert "SKIPPED 1 (gradients not finite on ranks 1, 3)" in line
     assert "valid 2.0000 (ppl 7.4)" in line
 
 
