@@ -14,6 +14,7 @@ microbatch of all ranks, with the mean tokens_per_expert of the microbatches so 
 balance. Each rank differentiates the share of its own tokens, so the sum over ranks does not depend on how the tokens
 are sharded. The tokens of an expert are those with it among their K highest scores: neither bias nor groups count,
 which balance by other means (DeepSeek-V3, equation 18; Megatron-LM, `compute_routing_scores_for_aux_loss`).
+Megatron-LM averages global_aux_loss over dp once more, which `divide_global_aux_loss_by_dp` does too.
 
 **Capacity.** An expert keeps the tokens of a sequence with the highest weights for it; ties go to the earlier position.
 Ranks that share a sequence gather its routing first, so the result does not depend on the sharding.
@@ -83,6 +84,9 @@ class Router(StatefulModule):
         self.stats = RouterStats(self.num_experts)
         losses = zip(moe.router_load_balancing_type, moe.aux_loss_coeff, strict=True)
         self._balance = [(kind, coeff) for kind, coeff in losses if kind != "none" and coeff > 0]
+        if moe.divide_global_aux_loss_by_dp:
+            divisors = {"global_aux_loss": dp.size}
+            self._balance = [(kind, coeff / divisors.get(kind, 1)) for kind, coeff in self._balance]
 
     def forward(self, hidden: Tensor, context: LayerContext, *, positions: Tensor) -> Routing:
         """Route this rank's tokens.

@@ -180,6 +180,10 @@ def test_megatron_s_defaults_are_below_files_and_arguments():
         f"--megatron-defaults {GPT3} --num-experts 4 --moe-aux-loss-coeff 0.01 --no-add-bias-linear"
     ).config
     assert experts.model.moe.router_load_balancing_type == ["aux_loss"]
+    assert not experts.model.moe.divide_global_aux_loss_by_dp, "there is no such loss"
+    whole = f"{GPT3} --num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01"
+    for line, divides in ((f"--megatron-defaults {whole} --no-add-bias-linear", True), (whole, False)):
+        assert loaded(line).config.model.moe.divide_global_aux_loss_by_dp is divides
     mla = loaded(
         f"--megatron-defaults {GPT3} --multi-latent-attention --no-add-bias-linear --position-embedding-type rope"
     ).config

@@ -179,6 +179,7 @@ SIZES: dict[str, Callable[[Values], Any]] = {
     "groups_needed": lambda v: -(-v.moe_router_topk // max(1, v.experts_per_group)),
     "num_balancing_losses": lambda v: len(v.moe_router_load_balancing_type),
     "num_coefficients": lambda v: len(v.moe_aux_loss_coeff),
+    "has_global_aux_loss": lambda v: "global_aux_loss" in v.moe_router_load_balancing_type,
     "has_different_losses": has_different_losses,
     "rotates_pairs": lambda v: v.rotary_dim > 0 and v.rotary_dim % 2 == 0,
     "channels_with_pairs": channels_with_pairs,
