@@ -1,17 +1,22 @@
 """Law L5: the resident and the sent bytes of data parallelism are the planned ones and those of the closed form."""
 
+import re
 from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
 
 import pytest
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.parallel.dp.bucket import Bucket
+from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.plans.traffic import sent_bytes
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
 from tests.harness import SHORT_NAMES, run_ranks
-from tests.laws.worlds import Case, build_here
+from tests.laws.worlds import Case, build_here, config_of
 
+PAGE = Path(__file__).parents[2] / "docs" / "zero.md"
 SIZES = (1, 2, 4)
 GROUPS = ("dp_shard", "dp_replicate", "expert_dp_shard", "expert_dp_replicate")
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
@@ -169,14 +174,40 @@ def test_bytes_of_gradients_that_every_rank_gets_in_full() -> None:
             assert measured["sent"] == measured["planned sent"] == measured["elements"] * (4 + 4 + params)
 
 
-def test_the_closed_forms_are_those_of_the_documented_table() -> None:
-    """Bytes per element of docs/zero.md with P = 1,000 and d = 10."""
-    low = {"grad": 2, "main": 4}
-    assert Form("no_shard", "fp16", 1000, d=10, **low).resident == 20_000
-    assert Form("optim", "fp16", 1000, d=10, **low).resident == 4_000 + 16_000 // 10
-    assert Form("optim", "bf16", 1000, d=10, n=2, outer=2).resident == 6_000 + 12_000 // 20
-    assert Form("optim_grads", "bf16", 1000, d=10).resident == 2_000 + 16_000 // 10
-    assert Form("optim_grads_params", "bf16", 1000, d=10).moved(4) == (16_000 + 16_000) * 9 // 10
+DOCUMENTED = [("no_shard", 1), *product(("optim", "optim_grads", "optim_grads_params"), (1, 2))]
+
+
+@pytest.mark.parametrize(("strategy", "instances"), DOCUMENTED)
+def test_the_plan_has_the_bytes_of_the_documented_tables(strategy: str, instances: int) -> None:
+    """The cells of docs/zero.md, read as formulas, for eight ranks."""
+    ranks, microbatches = 8, 3
+    case = Case().but(
+        train={"micro_batch_size": 1, "global_batch_size": microbatches * ranks},
+        parallel={SHORT_NAMES["strategy"]: strategy, SHORT_NAMES["instances"]: instances},
+        precision={"params_dtype": "bf16"},
+        model={"untie_embeddings_and_output_weights": True},
+    )
+    plan = plan_run(config_of(case), ranks, rank=0)
+    elements = sum(bucket.numel for buffer in plan.buffers for bucket in buffer.layout.buckets)
+    sizes = {"P": elements, "d": ranks // instances, "m": microbatches, "n": instances}
+    resident, *sent = (round(value_of_cell(cell, sizes)) for cell in documented(strategy)[instances - 1])
+    assert plan.resident_bytes.total - plan.resident_bytes.grad_buckets - plan.resident_bytes.units == resident
+    planned = sent_bytes(plan)
+    moved = [sum(planned.get((group, op), 0) for op in OPS) for group in ("dp_shard", "dp_replicate")]
+    assert sent == (moved if instances > 1 else [sum(moved)])
+
+
+def documented(strategy: str) -> list[list[str]]:
+    """The cells of a strategy in each of the tables of bytes: without and with instances."""
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in cells] for name, *cells in rows if f"`{strategy}`" in name and " P" in cells[0]]
+
+
+def value_of_cell(cell: str, sizes: dict[str, int]) -> float:
+    """The value of "(2 + 16/d) P + 2 buckets", without buckets and units."""
+    formula = re.sub(r" \+ 2 (buckets|units)", "", cell).replace(" x ", " * ")
+    value: float = eval(re.sub(r"(?<=[\w)]) ?(?=[a-zA-Z(])", "*", formula), {}, sizes)
+    return value
 
 
 def test_a_tied_embedding_is_gathered_for_both_ends_of_the_model() -> None:
