@@ -6,7 +6,7 @@ failure prints its row. Two or three steps: all losses but the first depend on u
 
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -100,7 +100,7 @@ GATHER, HEADS = {"cp_comm_type": "allgather"}, {"cp_comm_type": "a2a"}
 LAYOUTS = [
     Layout("llama", 2, "no_shard", {"tp": 2}),
     Layout("llama", 2, "optim", {"tp": 2}, options=SP),
-    Layout("gpt2", 2, "optim", {"tp": 2}, options=SP),
+    Layout("gpt2", 2, "optim", {"tp": 2}),
     Layout("gpt2", 2, "optim", {"pp": 2}),
     Layout("llama", 2, "optim", {"pp": 2}, options=GPIPE),
     Layout("untied", 2, "optim_grads", {"pp": 2}, options=ZB | {"overlap_grad_reduce": True}),
@@ -144,7 +144,7 @@ LAYOUTS = [
     Layout("llama", 8, "optim", {"tp": 2, "cp": 2}, options=SP | OVERLAP),
     Layout("biased", 8, "optim", {"tp": 2, "pp": 2, "etp": 2, "ep": 2}, options=SP | VPP),
     Layout("experts", 8, "optim_grads", {"tp": 2, "etp": 1, "ep": 4}, options=OVERLAP),
-    Layout("capacity", 8, "optim", {"tp": 2, "pp": 2, "cp": 2, "etp": 2, "ep": 2}, options=ZB),
+    Layout("capacity", 8, "optim", {"tp": 2, "pp": 2, "cp": 2, "etp": 2, "ep": 2}, options=SP | ZB),
     Layout("experts", 8, "no_shard", {"cp": 2, "etp": 2, "ep": 2}, options=GATHER),
     # optimizer instances (HSDP): shards inside, all-reduce across
     Layout("llama", 4, "optim", {"instances": 2}, microbatches=1),
@@ -173,12 +173,12 @@ LAYOUTS = [
     # parameters gathered per unit (ZeRO-3), also with instances
     Layout("llama", 2, "optim_grads_params", microbatches=2),
     Layout("llama", 4, "optim_grads_params", options=OVERLAP),
-    Layout("untied", 4, "optim_grads_params", {"tp": 2}, options=SP | OVERLAP),
+    Layout("untied", 4, "optim_grads_params", {"tp": 2}, options=OVERLAP),
     Layout("gpt2", 4, "optim_grads_params", {"pp": 2}, options=ZB | OVERLAP),
     Layout("llama", 4, "optim_grads_params", {"pp": 2}, options=VPP | OVERLAP),
     Layout("gpt2", 4, "optim_grads_params", {"cp": 2}, options=GATHER),
     Layout("experts", 4, "optim_grads_params", {"ep": 2}, options=OVERLAP),
-    Layout("biased", 4, "optim_grads_params", {"tp": 2, "etp": 1, "ep": 2}, options=SP),
+    Layout("biased", 4, "optim_grads_params", {"tp": 2, "etp": 1, "ep": 2}),
     Layout("biased", 8, "optim_grads_params", {"pp": 2, "ep": 2}, options=VPP | OVERLAP),
     Layout("capacity", 8, "optim_grads_params", {"tp": 2, "pp": 2, "cp": 2, "etp": 2, "ep": 2}, options=ZB),
     Layout("untied", 4, "optim_grads_params", {"tp": 2}, options=SP | OVERLAP | KEPT),
@@ -219,6 +219,8 @@ def test_the_matrix_has_every_pair_of_axes_and_every_strategy() -> None:
     axes = ("tp", "sp", "pp", "vpp", "cp", "ep", "etp", "dp")
     covered = {pair for layout in LAYOUTS for pair in combinations(axes, 2) if layout.axes >= set(pair)}
     assert not set(combinations(axes, 2)) - covered
+    drawn = {(layout.model, "sp" in layout.axes) for layout in LAYOUTS if "tp" in layout.axes}
+    assert drawn == set(product(MODELS, (True, False))), "every model with tp is trained with and without sp"
     assert len(LAYOUTS) >= 40 and {layout.ranks for layout in LAYOUTS} == {2, 4, 8}
     for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
         seen = set().union(*(layout.axes for layout in LAYOUTS if layout.strategy == strategy))

@@ -59,7 +59,7 @@ ROWS = [
     Row("tensorwise", "dense", 2, "optim_grads_params", {"cp": 2}, GATHER | OVERLAP),
     Row("tensorwise", "experts", 2, "optim_grads", {"tp": 2, "etp": 2}),
     Row("tensorwise", "experts", 2, "optim", {"cp": 2}, GATHER),
-    Row("delayed", "dense", 4, "optim_grads", {"tp": 2, "pp": 2}, SP | ZB),
+    Row("delayed", "dense", 4, "optim_grads", {"tp": 2, "pp": 2}, ZB),
     Row("delayed", "experts", 4, "optim", {"tp": 2, "etp": 1, "ep": 2}, SP),
     Row("rowwise", "dense", 2, "optim_grads_params", {}, OVERLAP),
     Row("mxfp8", "experts", 2, "optim", {"cp": 2, "ep": 2}, GATHER),

@@ -151,7 +151,7 @@ LAYOUTS = [
     Layout(2, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "allgather"}, "groups", 1),
     Layout(2, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "a2a"}, "outputs", 1),
     Layout(2, {"strategy": "optim", "cp": 2}, {}, "modules", 1),
-    Layout(2, {"strategy": "optim_grads", "tp": 2}, SP, "outputs", 1),
+    Layout(2, {"strategy": "optim_grads", "tp": 2}, {}, "outputs", 1),
     Layout(2, {"strategy": "no_shard", "pp": 2}, ZB, num_microbatches=3),
     Layout(2, ZERO3, {}),
     Layout(2, {"strategy": "optim", "pp": 2}, VPP | stages("E|tt|tt|m*2L"), "full", 3, MIXED),
@@ -249,6 +249,12 @@ def test_a_layout_keeps_the_laws_with_every_feature(
         (losses,) = run_ranks(1, losses_after_load, Layout(1, {}, {}, models=layout.models), tmp_path)
         for name in layout.models:
             assert losses[name] == pytest.approx(by_rank[0][name].outcome.losses[1], rel=LOSS_TOLERANCE), name
+
+
+def test_every_feature_is_drawn_with_and_without_sequence_parallelism() -> None:
+    drawn = {(model, bool(layout.options.get("sequence_parallel"))) for layout in LAYOUTS for model in layout.models
+             if layout.sizes.get("tp", 1) > 1}  # fmt: skip
+    assert drawn == {(model, sp) for model in FEATURES for sp in (True, False)}
 
 
 def losses_after_load(ctx: ParallelContext, layout: Layout, folder: Path) -> dict[str, float]:

@@ -14,8 +14,10 @@ from nanotrain.data.batch import Batch, collate
 from nanotrain.data.blend import BlendedDataset
 from nanotrain.data.build import build_data, source_names
 from nanotrain.model.context import BatchContext
+from nanotrain.parallel.tp import loss
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.train.parts.losses import SourceLosses
+from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.worlds import GLOBAL_BATCH, Case, UnevenDataset, build_here
@@ -40,13 +42,19 @@ class From(UnevenDataset):
 DATA = BlendedDataset.by_weight([From(first=0), From(first=500)], [Fraction(2), Fraction(1)])
 
 
-def losses_of(ctx: ParallelContext, case: Case) -> list[dict[str, float] | None]:
-    """What two steps report, of which the second is logged, and on one rank the first losses by hand."""
-    run = build_here(ctx, case)
+def read_blend(ctx: ParallelContext, run: Run) -> None:
+    """Let a run read the blend, with several chunks of the loss per microbatch on all ranks of this process."""
+    loss.CHUNK_ELEMENTS["cpu"], loss.MIN_CHUNK_TOKENS = 1, 10
     run.batches.dataset = DATA
     run.batches.restart(consumed_samples=0, skipped_samples=0)
     heads = [stage.head for stage in run.stages.values() if stage.head is not None]
     run.parts.by_name["source_losses"] = SourceLosses(source_names(DATA), heads=heads, device=ctx.device)
+
+
+def losses_of(ctx: ParallelContext, case: Case) -> list[dict[str, float] | None]:
+    """What two steps report, of which the second is logged, and on one rank the first losses by hand."""
+    run = build_here(ctx, case)
+    read_blend(ctx, run)
     losses: list[dict[str, float] | None] = []
     sums = np.zeros((2, 2))
     for step in range(2):
