@@ -11,12 +11,15 @@ INSTALL := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check --c
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test pairs check format bench gpu-check docs build clean
+.PHONY: help install peers train test pairs check format bench gpu-check docs build clean
 
 help: ## show what there is to make
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
 install: .venv/.installed ## create .venv and install everything, once
+
+peers: .venv/.installed ## lm-eval, megatron-core and Triton too, for tests that are skipped without them
+	$(INSTALL) --no-build-isolation --editable '.[dev,peers]'
 
 train: .venv/.installed ## quick start: train a small GPT on the Python standard library, two processes
 	$(BIN)/nanotrain train --nproc-per-node 2 +config=tiny $(ARGS)
