@@ -33,7 +33,8 @@ parallel_state.initialize_model_parallel()
 sizes = dict(num_layers=2, hidden_size=16, num_attention_heads=4, ffn_hidden_size=32)
 tokens, mask = torch.arange(12).reshape(1, 12), torch.ones(1, 1, 12, 12).triu(1).bool()
 rope = dict(position_embedding_type="rope", share_embeddings_and_output_weights=False)
-swiglu = dict(gated_linear_unit=True, activation_func=silu, normalization="RMSNorm", add_bias_linear=False, num_query_groups=2)
+swiglu = dict(gated_linear_unit=True, activation_func=silu, normalization="RMSNorm", add_bias_linear=False)
+swiglu |= dict(num_query_groups=2)
 experts = dict(
     num_moe_experts=4, moe_ffn_hidden_size=24, moe_shared_expert_intermediate_size=12, moe_shared_expert_gate=True,
     moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
