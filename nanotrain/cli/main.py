@@ -155,10 +155,10 @@ def report(argv: Sequence[str]) -> int:
 
 
 def watch(argv: Sequence[str]) -> int:
-    """Serve the report of runs on this machine; reload the page for the newest steps."""
+    """Serve the report of runs on this machine; the page follows them while they train."""
     at = argument("--port", type=port, default=6007, metavar="P", help="port; 0 chooses one (default: 6007)")
     args = CommandParser("watch", watch, RUNS, at).parse_args(argv)
-    from nanotrain.report.page import LOCALHOST, open_server
+    from nanotrain.report.serve import LOCALHOST, open_server
 
     with open_server(args.runs, args.port) as server:
         print(f"http://{LOCALHOST}:{server.server_address[1]}  (Ctrl-C ends)", flush=True)

@@ -1,113 +1,96 @@
 """The charts of a report as plotly figures in their JSON form ({"data": [...], "layout": {...}}), without plotly.
 
-Every chart over steps has one line per run in the run's color. Numbers of points are bounded by `keep_extremes`,
-which loses no spike.
+Every chart over steps has one line per run, or one per run and name where its metric has names, as a loss per corpus.
+Numbers of points are bounded: `keep_extremes` loses no spike, and page.js smooths the means of `bin_means`, centred.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from importlib import resources
+from itertools import groupby, product
 from typing import Any
 
 import numpy as np
+import yaml
 
 from nanotrain.report.history import RunHistory
 
 Figure = dict[str, Any]
 
 COLORS = ("#4269d0", "#e07b39", "#3ca951", "#a463f2", "#d6428c", "#6cc5b0", "#9c6b4e", "#868b94")
+DASHES = ("solid", "dash", "dot", "dashdot")  # of the names of a metric, where colors are those of runs
 MAX_POINTS = 1200  # per line of a chart
+MAX_MEANS = 400  # per line that is smoothed, and per run of tokens and hours by step
 MAX_HEAT_MAP_COLUMNS = 200
-# The smoothed loss averages over the last of these, over a fiftieth of a long run, or over a twelfth of a short one,
-# where the average of 50 steps would lag far behind.
-SMOOTHED_STEPS = 50
+MANY_RANKS = 4  # of fewer ranks one is always the slowest, which means nothing
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart over steps: the metric, how it is shown, and where it is left out."""
+    """One chart over steps: its metrics, how they are shown, and where it is left out."""
 
-    column: str
+    metrics: tuple[str, ...]  # names; "norms.grad.*" stands for all such names, one line each
     title: str
-    unit: str = ""
+    unit: str
     scale: float = 1.0  # multiplies the values
     is_log: bool = False
-    # left out where this holds for the values of all runs
-    is_idle: Callable[[np.ndarray], bool] = lambda values: not np.isfinite(values).any()
+    is_sparse: bool = False  # few values, drawn as markers and never smoothed
+    idle: str = "absent"  # left out where this holds for the values of all lines: a key of IDLE
+
+    def names(self, columns: Iterable[str]) -> dict[str, str]:
+        """The columns of the chart by what a star stands for, "" without one.
+
+        >>> Chart(("a", "b.*"), "title", "unit").names(["c", "b.x", "a"])
+        {'': 'a', 'x': 'b.x'}
+        """
+        patterns = [re.compile(re.escape(metric).replace(r"\*", "(.+)")) for metric in self.metrics]
+        found = [(pattern.fullmatch(column), column) for pattern in patterns for column in columns]
+        return {"".join(match.groups()): column for match, column in found if match}
 
 
-def _is_constant(values: np.ndarray) -> bool:
-    return len(np.unique(values[np.isfinite(values)])) <= 1
-
-
-def _is_never_positive(values: np.ndarray) -> bool:
-    return not (values > 0).any()
-
-
-CHARTS = (
-    Chart("loss_deviation", "loss against the last 1000", "standard deviations"),
-    Chart("lr", "learning rate"),
-    Chart("grad_norm", "gradient norm", is_log=True),
-    Chart("tokens_per_second", "throughput", "tokens/s"),
-    Chart("mfu", "model FLOPs utilization", "%", scale=100.0),
-    Chart("peak_memory_bytes", "peak memory of rank 0", "GB", scale=1e-9),
-    Chart("step_time_s", "time per step", "s"),
-    Chart("data_wait_s", "wait for data per step", "ms", scale=1e3),
-    Chart("skipped", "skipped steps", is_idle=_is_never_positive),
-    Chart("loss_scale", "loss scale", is_log=True, is_idle=_is_constant),
-    Chart("moe.max_load", "busiest expert", "x mean load"),
-    Chart("moe.dropped", "dropped tokens", "%", scale=100.0, is_idle=_is_never_positive),
-    Chart("moe.balance_loss", "load balancing loss"),
-    Chart("moe.entropy", "router entropy", "nats"),
-)
-# shown by the loss chart, by an axis, or equal on a slope for every run
-SHOWN_ELSEWHERE = frozenset({"step", "loss", "valid_loss", "consumed_samples", "consumed_tokens"})
+TABLE = yaml.safe_load(resources.files(__package__).joinpath("charts.yaml").read_text(encoding="utf-8"))
+CHARTS = {section: [Chart(**row) for row in rows] for section, rows in TABLE.items()}
+IDLE: dict[str, Callable[[np.ndarray], bool]] = {
+    "absent": lambda values: not np.isfinite(values).any(),
+    "constant": lambda values: len(np.unique(values[np.isfinite(values)])) <= 1,
+    "never_positive": lambda values: not (values > 0).any(),
+}
+AXES = frozenset({"step", "consumed_samples", "consumed_tokens"})  # or equal on a slope for every run
+# by the end of a name
+UNITS = {"_s": "s", "_bytes": "bytes", "_per_second": "per second", "loss": "nats per token", "norm": "2-norm"}
 MEMORY_PARTS = ("params", "grads", "optimizer", "activations", "working", "communication")
 
 
-def loss_figure(runs: Sequence[RunHistory]) -> Figure:
-    """Loss against steps, tokens or hours, with buttons: raw thin, smoothed thick, validation as markers."""
-    data: list[Figure] = []
-    axes: list[list[np.ndarray]] = [[], [], []]
-    longest = max(run.num_steps for run in runs)  # one window for all: equal losses give equal lines
-    window = max(1, min(SMOOTHED_STEPS, longest // 12), longest // 50)
-    for run, color in zip(runs, cycle(COLORS), strict=False):
-        loss, valid = run.column("loss"), run.column("valid_loss")
-        lines = (
-            ("", loss, {"mode": "lines", "line": {"width": 1, "color": color}, "opacity": 0.3, "hoverinfo": "skip"}),
-            (" smoothed", smooth(loss, window), {"mode": "lines", "line": {"width": 2, "color": color}}),
-            (" validation", valid, {"mode": "markers", "marker": {"size": 7, "symbol": "diamond", "color": color}}),
-        )
-        for suffix, values, style in lines:
-            kept = keep_extremes(values, MAX_POINTS)
-            if not len(kept):
-                continue
-            for axis, x in zip(axes, (run.column("step"), run.column("consumed_tokens"), run.hours), strict=True):
-                axis.append(x[kept])
-            trace = {"type": "scatter", "name": run.name + suffix, "x": _rounded(axes[0][-1]), "legendgroup": run.name}
-            data.append(trace | {"y": _rounded(values[kept]), "showlegend": suffix != ""} | style)
-    titles = ("step", "tokens", "hours of training")
-    choose = [
-        {"label": title, "method": "update", "args": [{"x": [_rounded(x) for x in axis]}, {"xaxis.title.text": title}]}
-        for title, axis in zip(titles, axes, strict=True)
-    ]
-    scales = [
-        {"label": f"{label} {kind}", "method": "relayout", "args": [{f"{axis}axis.type": kind}]}
-        for label, axis in (("loss", "y"), ("x", "x"))
-        for kind in ("linear", "log")
-    ]
-    layout = layout_of("", x_title="step", y_title="loss")
-    layout |= {"height": 460, "updatemenus": [_buttons(choose, 0.0), _buttons(scales, 0.5)]}
-    return {"data": data, "layout": layout}
+def step_figures(runs: Sequence[RunHistory]) -> dict[str, list[Figure]]:
+    """The charts over steps by section: those of `CHARTS`, then one per other group of metrics; without idle ones."""
+    left = list(dict.fromkeys(name for run in runs for name in run.columns if name not in AXES))
+    if max(run.world_size for run in runs) < MANY_RANKS:
+        left = [name for name in left if name not in ("slowest_rank", "wait_for_slowest")]
+    drawn: dict[str, list[Figure]] = {}
+    for section, charts in CHARTS.items():
+        for chart in charts:
+            names = chart.names(left)
+            left = [name for name in left if name not in names.values()]
+            drawn.setdefault(section, []).append(_step_figure(chart, runs, names=names))
+    for group, members in groupby(sorted(left), lambda name: name.rpartition(".")[0] or name):
+        names = {name.removeprefix(f"{group}."): name for name in members}
+        unit = next((unit for end, unit in UNITS.items() if min(names.values()).endswith(end)), "value")
+        chart = Chart((group,), re.sub(r"[._/]+", " ", group).capitalize(), unit, idle="constant")
+        drawn.setdefault("Other", []).append(_step_figure(chart, runs, names=names))
+    (loss,), (validation, *_) = drawn["Loss"], drawn["Evaluation"]
+    style = {"mode": "markers", "marker": {"size": 7, "symbol": "diamond"}}
+    loss["data"] += [trace | style | {"name": f"{trace['name']} validation"} for trace in validation["data"]]
+    return {
+        section: [figure for figure in each if not figure["layout"]["meta"]["idle"]] for section, each in drawn.items()
+    }
 
 
-def step_figures(runs: Sequence[RunHistory]) -> list[Figure]:
-    """One figure per metric that some run has and that is not idle in all of them; unknown metrics come last."""
-    known = {chart.column for chart in CHARTS} | SHOWN_ELSEWHERE
-    others = dict.fromkeys(name for run in runs for name in run.columns if name not in known)
-    charts = [*CHARTS, *(Chart(name, name.replace("_", " "), is_idle=_is_constant) for name in others)]
-    active = (chart for chart in charts if not all(chart.is_idle(run.column(chart.column)) for run in runs))
-    return [_step_figure(chart, runs) for chart in active]
+def axes_of(run: RunHistory) -> dict[str, list[float | None]]:
+    """Steps with the tokens read and the hours trained until then: what the horizontal axis can show."""
+    kept = np.unique(np.linspace(0, run.num_steps - 1, MAX_MEANS).astype(int)) if run.num_steps else np.arange(0)
+    columns = {"step": run.column("step"), "tokens": run.column("consumed_tokens"), "hours": run.hours}
+    return {name: rounded(values[kept]) for name, values in columns.items()}
 
 
 def expert_figures(run: RunHistory) -> list[Figure]:
@@ -119,12 +102,14 @@ def expert_figures(run: RunHistory) -> list[Figure]:
     bins = np.array_split(np.arange(len(steps)), min(len(steps), MAX_HEAT_MAP_COLUMNS))
     by_bin = np.stack([shares[part].mean(axis=0) for part in bins], axis=1) * shares.shape[1]
     last = np.stack([load[-1] / max(1.0, load[-1].sum()) for load in run.load.values()]) * shares.shape[1]
-    over_time = _heat_map(by_bin, x=_rounded(steps[[part[0] for part in bins]]))
+    over_time = _heat_map(by_bin, x=rounded(steps[[part[0] for part in bins]]))
     per_router = _heat_map(last, y=list(run.load))
-    title = f"{run.name}: tokens per expert relative to the mean"
+    title, unit = f"{run.name}: tokens per expert", "x mean of the experts"
+    by_expert = layout_of(f"{title}, mean over routers", unit=unit, x_title="step")
+    by_expert["yaxis"]["title"] = {"text": "expert"}
     return [
-        {"data": [over_time], "layout": layout_of(f"{title}, mean over routers", x_title="step", y_title="expert")},
-        {"data": [per_router], "layout": layout_of(f"{title}, step {run.last_step}", x_title="expert")},
+        {"data": [over_time], "layout": by_expert},
+        {"data": [per_router], "layout": layout_of(f"{title}, step {run.last_step}", unit=unit, x_title="expert")},
     ]
 
 
@@ -139,49 +124,53 @@ def memory_figure(runs: Sequence[RunHistory]) -> Figure | None:
         sizes = [float(f"{plan.get(part, 0) / 1e9:.4g}") for _, plan in planned]
         bar = {"type": "bar", "orientation": "h", "name": part, "marker": {"color": color}}
         data.append(bar | {"y": [name for name, _ in planned], "x": sizes})
-    layout = layout_of("planned memory of the fullest rank, GB", x_title="")
+    layout = layout_of("Planned memory of the fullest rank", unit="GB", x_title="")
     layout["legend"]["traceorder"] = "normal"
     return {"data": data, "layout": layout | {"barmode": "stack", "height": 160 + 40 * len(planned)}}
 
 
-def _step_figure(chart: Chart, runs: Sequence[RunHistory]) -> Figure:
-    data = []
-    for run, color in zip(runs, cycle(COLORS), strict=False):
-        values = run.column(chart.column) * chart.scale
-        kept = keep_extremes(values, MAX_POINTS)
-        if len(kept):
-            line = {"type": "scatter", "mode": "lines", "name": run.name, "line": {"width": 1.5, "color": color}}
-            data.append(line | {"x": _rounded(run.column("step")[kept]), "y": _rounded(values[kept])})
-    layout = layout_of(f"{chart.title}, {chart.unit}" if chart.unit else chart.title, x_title="step")
+def _step_figure(chart: Chart, runs: Sequence[RunHistory], *, names: Mapping[str, str]) -> Figure:
+    data, is_idle = [], True
+    for (index, run), (number, (label, column)) in product(enumerate(runs), enumerate(names.items())):
+        values, steps = run.column(column) * chart.scale, run.column("step")
+        kept, is_alone = keep_extremes(values, MAX_POINTS), len(runs) == 1
+        is_idle &= IDLE[chart.idle](values)
+        if not len(kept):
+            continue
+        name = (label or ("all" if len(names) > 1 else run.name)) if is_alone else f"{run.name} {label}".rstrip()
+        color = COLORS[(number if is_alone else index) % len(COLORS)]
+        line = {"width": 1.5, "color": color, "dash": DASHES[0 if is_alone else number % len(DASHES)]}
+        trace = {"type": "scatter", "mode": "lines+markers" if chart.is_sparse else "lines", "name": name, "line": line}
+        means = None if chart.is_sparse else [rounded(each) for each in bin_means(steps, values)]
+        of_line = {"run": index, "label": label, "means": means, "column": column, "scale": chart.scale}
+        points = {"x": rounded(steps[kept]), "y": rounded(values[kept]), "meta": of_line}
+        data.append(trace | points)
+    layout = layout_of(chart.title, unit=chart.unit)
     layout["yaxis"]["type"] = "log" if chart.is_log else "linear"
-    return {"data": data, "layout": layout | {"showlegend": len(runs) > 1}}
+    layout["meta"] |= {"metrics": chart.metrics, "idle": is_idle}
+    return {"data": data, "layout": layout}
 
 
 def _heat_map(values: np.ndarray, **axes: list[Any]) -> Figure:
-    rows, highest = [_rounded(row) for row in values], max(2.0, float(values.max()))
+    rows, highest = [rounded(row) for row in values], max(2.0, float(values.max()))
     return {"type": "heatmap", "z": rows, "colorscale": "Viridis", "zmin": 0, "zmax": highest} | axes
 
 
-def layout_of(title: str, *, x_title: str, y_title: str = "") -> Figure:
-    """The layout of a chart."""
+def layout_of(title: str, *, unit: str, x_title: str = "step") -> Figure:
+    """The layout of a chart; the page writes title and unit above it."""
     return {
-        "title": {"text": title, "font": {"size": 14}},
+        "meta": {"title": title, "unit": unit},
         "xaxis": {"title": {"text": x_title}, "automargin": True},
-        "yaxis": {"title": {"text": y_title}, "automargin": True},
-        "height": 300,
-        "margin": {"l": 50, "r": 20, "t": 60, "b": 45},
+        "yaxis": {"automargin": True},
+        "height": 260,
+        "margin": {"l": 50, "r": 16, "t": 12, "b": 45},
         "legend": {"orientation": "h", "y": -0.25},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
     }
 
 
-def _buttons(buttons: list[Figure], x: float) -> Figure:
-    place = {"direction": "left", "x": x, "xanchor": "left", "y": 1.16, "yanchor": "top"}
-    return {"type": "buttons", "buttons": buttons} | place
-
-
-def _rounded(values: np.ndarray) -> list[float | None]:
+def rounded(values: np.ndarray) -> list[float | None]:
     """Six significant digits, or the whole number: what a screen shows, and half the bytes. None for NaN."""
     return [
         None if not np.isfinite(value) else float(f"{value:.6g}") if abs(value) < 1e6 else round(value)
@@ -214,16 +203,12 @@ def keep_extremes(values: np.ndarray, max_points: int) -> np.ndarray:
     return np.array(kept)
 
 
-def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """An exponential moving average whose weights fall to 1/e within `window` values; NaN is passed over.
+def bin_means(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Means of the steps and of the finite values in at most MAX_MEANS equal bins; one value at least is finite.
 
-    >>> smooth(np.array([1.0, 1.0, 1.0]), 10).tolist()
-    [1.0, 1.0, 1.0]
+    >>> bin_means(np.array([1.0, 2, 3]), np.array([5.0, np.nan, 7]))
+    (array([1., 3.]), array([5., 7.]))
     """
-    decay = np.exp(-1.0 / max(1, window))
-    out, total, weight = np.empty(len(values)), 0.0, 0.0
-    for i, value in enumerate(values):
-        if np.isfinite(value):
-            total, weight = decay * total + value, decay * weight + 1.0
-        out[i] = total / weight if weight else np.nan
-    return out
+    present = np.flatnonzero(np.isfinite(values))
+    parts = np.array_split(present, min(len(present), MAX_MEANS))
+    return np.array([steps[part].mean() for part in parts]), np.array([values[part].mean() for part in parts])

@@ -20,7 +20,7 @@ import yaml
 from nanotrain.config.schema import unnest, with_current_keys
 from nanotrain.errors import EnvironmentFault
 from nanotrain.runs.folder import RunFolder
-from nanotrain.untrusted import LARGEST, parse_json
+from nanotrain.untrusted import LARGEST, finite_number, object_of, parse_json, whole_number
 
 # A run whose metrics have not grown for this long is not running any more, unless one of its steps takes longer.
 RUNNING_S = 120.0
@@ -37,6 +37,16 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Start:
+    """A process group that trained in the folder."""
+
+    step: int  # the newest step before it
+    time_s: float  # seconds since the epoch
+    world_size: int
+    changed: dict[str, Any]  # settings that differ from the start before: key -> (value before, value)
+
+
+@dataclass(frozen=True)
 class RunHistory:
     """The contents of a run folder."""
 
@@ -46,7 +56,9 @@ class RunHistory:
     config: dict[str, Any]  # key "section.name" -> value
     environment: dict[str, Any]
     checkpoints: tuple[Checkpoint, ...]
-    samples: tuple[dict[str, Any], ...]  # {"step", "text"}
+    samples: tuple[dict[str, Any], ...]  # {"step", "text"}, one per step
+    starts: tuple[Start, ...]
+    repeated_s: tuple[float, ...]  # seconds of every step that was trained again after a restart
     stages: tuple[tuple[str, int, int], ...]  # data stages: name, first and last step
     modified_s: float  # last change of the metrics, seconds since the epoch; 0 without metrics
 
@@ -66,6 +78,8 @@ class RunHistory:
             )
         rows = list({row["step"]: row for row in _json_lines(run.metrics) if _is_step(row.get("step"))}.values())
         rows.sort(key=lambda row: row["step"])
+        repeated = (row.get("step_time_s") for row in _json_lines(folder / "metrics-superseded.jsonl"))
+        samples = {str(row.get("step")): row for row in _json_lines(folder / "samples.jsonl") if "text" in row}
         return cls(
             folder=folder,
             columns=_columns(rows),
@@ -73,7 +87,9 @@ class RunHistory:
             config=unnest(with_current_keys(_mapping(folder / "config.yaml"))),
             environment=_mapping(folder / "environment.json"),
             checkpoints=tuple(_checkpoints(run.checkpoints)),
-            samples=tuple(row for row in _json_lines(folder / "samples.jsonl") if "text" in row),
+            samples=tuple(samples.values()),
+            starts=tuple(_starts(folder / "starts.jsonl")),
+            repeated_s=tuple(float(seconds or 0) for seconds in repeated if seconds is None or _is_number(seconds)),
             stages=tuple(_stages(rows)),
             modified_s=run.metrics.stat().st_mtime if run.metrics.is_file() else 0.0,
         )
@@ -82,6 +98,12 @@ class RunHistory:
     def name(self) -> str:
         """The name of the folder."""
         return self.folder.resolve().name
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the newest process group; 1 where unknown."""
+        size = self.environment.get("world_size")
+        return size if isinstance(size, int) and size > 0 else 1
 
     @property
     def num_steps(self) -> int:
@@ -107,6 +129,12 @@ class RunHistory:
         values = self.column(name)
         finite = values[np.isfinite(values)]
         return float(finite[-1]) if len(finite) else None
+
+    def typical(self, name: str, num_rows: int) -> float | None:
+        """The median of the finite values of a metric in the newest rows."""
+        values = self.column(name)[-num_rows:]
+        finite = values[np.isfinite(values)]
+        return float(np.median(finite)) if len(finite) else None
 
     def state(self, now_s: float | None = None) -> str:
         """ "finished", "running" or "stopped"; running means that the metrics still grow."""
@@ -135,6 +163,14 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 row = parse_json(line, allow_nan=True)
                 if isinstance(row, dict):
                     yield row
+
+
+def _starts(path: Path) -> Iterator[Start]:
+    for row in _json_lines(path):
+        with suppress(KeyError, TypeError, ValueError):  # of another version, or damaged
+            changed = {key: (before, now) for key, (before, now) in object_of(row["changed"], "changed").items()}
+            step, size = whole_number(row["step"], "step"), whole_number(row["world_size"], "world_size")
+            yield Start(step, finite_number(row["time_s"], "time_s"), size, changed)
 
 
 def _mapping(path: Path) -> dict[str, Any]:

@@ -1,15 +1,19 @@
 """The tables of a report, as HTML: runs, configuration, checkpoints and environment. All text is escaped."""
 
 import json
+import math
+import re
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
-from nanotrain.quantities import describe_bytes
-from nanotrain.report.history import RunHistory
+from nanotrain.quantities import describe_bytes, describe_count
+from nanotrain.report.history import RunHistory, Start
 
 Row = Sequence[str]
+TASKS = re.compile(r"evaluation\.task/(.+)/accuracy")
+NEWEST_ROWS = 100  # whose median is the speed
 
 
 def html_table(header: Row, rows: Iterable[Row], *, marked: frozenset[str] = frozenset()) -> str:
@@ -38,10 +42,47 @@ def summary_of(run: RunHistory) -> dict[str, str]:
     }
 
 
-def summary_table(runs: Sequence[RunHistory]) -> str:
-    """One row per run."""
-    rows = [summary_of(run) for run in runs]
-    return html_table(list(rows[0]), (list(row.values()) for row in rows))
+def headline_of(run: RunHistory) -> dict[str, tuple[str, str]]:
+    """What one asks first about a run: by label the value with its unit, and a remark."""
+    environment, target, last = run.environment, run.config.get("train.train_iters"), run.last
+    total, active = (environment.get(name) for name in ("parameters", "active_parameters"))
+    valid, hours = last("valid_loss"), run.hours[-1] if run.num_steps else 0.0
+    restarts = max(0, len(run.starts) - 1)
+    again = f"{len(run.repeated_s):,} steps again, {sum(run.repeated_s) / 3600:.2f} hours" if restarts else ""
+    since_h = (run.modified_s - run.starts[0].time_s) / 3600 if run.starts else 0.0
+    tasks = {match[1]: last(name) or 0.0 for name in run.columns if (match := TASKS.fullmatch(name))}
+    return {
+        "Progress": (f"{run.last_step:,} steps", f"of {target:,}, {run.state()}" if isinstance(target, int) else ""),
+        "Parameters": (_count(total), f"{_count(active)} active per token" if active != total else ""),
+        "Tokens": (_count(last("consumed_tokens")), "read in training"),
+        "Device": (f"{run.world_size:,} x {environment.get('device', '-')}", ""),
+        "Layout": (str(environment.get("layout", "")).partition(", ")[2] or "-", ""),
+        "Training loss": (_number(last("loss"), ".4f"), "nats per token"),
+        "Validation loss": (_number(valid, ".4f"), "nats per token"),
+        "Perplexity": (_number(valid and math.exp(min(valid, 700)), ",.2f"), "of validation"),
+        "Bits per byte": (_number(last("valid_bits_per_byte"), ".4f"), "of validation"),
+        **{f"Task {name}": (f"{share:.1%}", "right answers") for name, share in tasks.items()},
+        "Throughput": (_number(run.typical("tokens_per_second", NEWEST_ROWS), ",.0f"), "tokens per second"),
+        "MFU": (_number(run.typical("mfu", NEWEST_ROWS), ".1%"), "of the device's peak"),
+        "Training time": (f"{hours:.2f} hours", f"{since_h:.2f} since the first start" if since_h else ""),
+        "Restarts": (f"{restarts:,}", again),
+    }
+
+
+def headline(runs: Sequence[RunHistory]) -> str:
+    """The summary: cards of one run, or a table with a column per run; what is unknown of all is left out."""
+    each = [headline_of(run) for run in runs]
+    labels = dict.fromkeys(label for items in each for label in items)
+    rows = {label: [items.get(label, ("-", "")) for items in each] for label in labels}
+    rows = {label: row for label, row in rows.items() if any(value != "-" for value, _ in row)}
+    if len(runs) > 1:
+        cells = ([label, *(f"{value} {note}".strip() for value, note in row)] for label, row in rows.items())
+        return html_table(["", *(run.name for run in runs)], cells)
+    cards = (
+        f"<div><dt>{escape(label)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
+        for label, ((value, note),) in rows.items()
+    )
+    return f'<dl class="cards">{"".join(cards)}</dl>'
 
 
 def config_differences(runs: Sequence[RunHistory]) -> dict[str, list[str]]:
@@ -80,6 +121,17 @@ def stage_table(run: RunHistory) -> str:
     return html_table(("data stage", "steps"), rows) if rows else ""
 
 
+def starts_table(run: RunHistory) -> str:
+    """Every start of a run: when, on how many ranks, and which settings it changed; empty for a run of one start."""
+    rows = [(f"{each.step:,}", _time(each.time_s), str(each.world_size), changes_text(each)) for each in run.starts]
+    return html_table(("after step", "started", "ranks", "changed settings"), rows) if len(rows) > 1 else ""
+
+
+def changes_text(start: Start) -> str:
+    """The settings that a start changed."""
+    return ", ".join(f"{key} {_text(before)} -> {_text(now)}" for key, (before, now) in start.changed.items())
+
+
 def environment_table(runs: Sequence[RunHistory]) -> str:
     """Command line, versions, device and revision of each run."""
     flat = [_flat_environment(run.environment) for run in runs]
@@ -89,7 +141,11 @@ def environment_table(runs: Sequence[RunHistory]) -> str:
 
 def _flat_environment(environment: dict[str, Any]) -> dict[str, str]:
     """By name and by package; without what other tables and charts show."""
-    flat = {name: value for name, value in environment.items() if name not in ("origins", "memory")}
+    flat = {
+        name: value
+        for name, value in environment.items()
+        if name not in ("origins", "memory", "layout", "parameters", "active_parameters")
+    }
     if isinstance(packages := flat.get("packages"), dict):
         del flat["packages"]
         flat |= packages
@@ -109,6 +165,10 @@ def _text(value: Any) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def _count(number: Any) -> str:
+    return describe_count(number) if isinstance(number, int | float) else "-"
 
 
 def _bytes(count: int) -> str:

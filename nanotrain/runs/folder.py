@@ -3,6 +3,7 @@
 runs/<name>/
   config.yaml        the resolved configuration, itself a valid input
   environment.json   versions, git revision, machine, command line
+  starts.jsonl       one JSON object per start of the run: step, time, number of ranks, changed settings
   metrics.jsonl      one JSON object per step; metrics-superseded.jsonl has rows of repeated steps
   samples.jsonl      texts generated at the end of training: {"step", "text"}
   report.html        the report of the run
@@ -18,20 +19,26 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+import yaml
+
+from nanotrain.config.schema import unnest
 from nanotrain.errors import EnvironmentFault
-from nanotrain.runs.files import disk_errors, reason, write_text
+from nanotrain.runs.files import disk_errors, open_append, reason, write_all, write_text
 from nanotrain.runs.lock import LOCK_NAME
+from nanotrain.untrusted import read_file
 
 _PROBE = b"this process can write here"
 _FIX = "choose another folder with --run-dir, or free space"
 _MARKS = (LOCK_NAME, "checkpoints")  # a folder with one of them is a run's
 # Replaced or appended to by a run.
-_ROWS = ("metrics.jsonl", "metrics-superseded.jsonl", "samples.jsonl")
+_ROWS = ("metrics.jsonl", "metrics-superseded.jsonl", "samples.jsonl", "starts.jsonl")
 _WRITTEN = ("config.yaml", "environment.json", "report.html", *_ROWS)
 REPORTED_PACKAGES = ("nanotrain", "torch", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
 
@@ -82,6 +89,26 @@ class RunFolder:
                     why=f"the run would replace it; a run's folder has {' or '.join(_MARKS)}",
                     fix="choose another folder with --run-dir, or move the file",
                 )
+
+    def add_start(self, config_yaml: str, *, step: int, world_size: int) -> None:
+        """Append a line to starts.jsonl; before `write_description`, which replaces the settings of the last start.
+
+        Args:
+            config_yaml: the text of config.yaml.
+            step: number of the newest step.
+            world_size: number of ranks.
+
+        Raises:
+            EnvironmentFault: the disk is full or the folder cannot be written.
+        """
+        before: dict[str, Any] = {}
+        with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):  # the first start, or a damaged file
+            before = unnest(yaml.safe_load(read_file(self.path / "config.yaml")))
+        settings = unnest(yaml.safe_load(config_yaml)) if before else {}
+        changed = {key: (before.get(key), value) for key, value in settings.items() if value != before.get(key)}
+        row = {"step": step, "time_s": time.time(), "world_size": world_size, "changed": changed}
+        with open_append(self.path / "starts.jsonl") as file, disk_errors(self.path / "starts.jsonl"):
+            write_all(file, json.dumps(row, default=str).encode() + b"\n")
 
     def write_description(self, config_yaml: str, facts: Mapping[str, Any], *, secret: str | None = None) -> None:
         """Write config.yaml, and environment.json with `facts` of the live run (device, world size).

@@ -34,7 +34,7 @@ def run_topology(parallel: ParallelConfig, world_size: int, *, as_json: bool, ha
         parallel = replace(parallel, data_parallel_sharding_strategy="optim")
     topology = Topology.of(parallel, world_size, has_experts=has_experts)
     if as_json:
-        names = _names(has_experts)
+        names = used_groups(has_experts)
         lines = (f"  {json.dumps(name)}: {json.dumps(topology.groups_of(name))}" for name in names)
         return "{\n" + ",\n".join(lines) + "\n}"
     return render(topology, has_experts=has_experts) + ("" if is_sharded else UNSHARDED_NOTE)
@@ -45,10 +45,10 @@ def render(topology: Topology, *, has_experts: bool = True) -> str:
     parts = [_sizes_line(topology.dense), _draw(topology.dense)]
     if has_experts and topology.expert.sizes != topology.dense.sizes:
         parts += [_sizes_line(topology.expert, prefix="experts: "), _draw(topology.expert)]
-    return "\n\n".join([*parts, _group_table(topology, _names(has_experts))])
+    return "\n\n".join([*parts, _group_table(topology, used_groups(has_experts))])
 
 
-def _names(has_experts: bool) -> tuple[GroupName, ...]:
+def used_groups(has_experts: bool) -> tuple[GroupName, ...]:
     """The names of the groups that are used."""
     return tuple(name for name in GROUP_NAMES if has_experts or name not in EXPERT_GROUPS)
 
@@ -67,8 +67,8 @@ def _draw(grid: Grid) -> str:
       dp0      0    1       2    3
     """
     fast, block, row = (axis for axis in grid.axes if axis != "pp")
-    columns = _shorten(range(grid.size(fast)), MAX_COLUMNS)
-    blocks = _shorten(range(grid.size(block)), max(2, MAX_COLUMNS // len(columns)))
+    columns = shorten(range(grid.size(fast)), MAX_COLUMNS)
+    blocks = shorten(range(grid.size(block)), max(2, MAX_COLUMNS // len(columns)))
     width = 2 + max(len(f"{fast}{grid.size(fast) - 1}"), len(str(grid.world_size - 1)))
     margin = 4 + len(f"{row}{grid.size(row) - 1}")
 
@@ -84,12 +84,12 @@ def _draw(grid: Grid) -> str:
 
     lines = [line("", lambda b: f"{block}{b}".center(width * len(columns)))] if grid.size(block) > 1 else []
     lines.append(line("", header))
-    for stage in _shorten(range(grid.size("pp")), MAX_STAGES):
+    for stage in shorten(range(grid.size("pp")), MAX_STAGES):
         if stage is None:
             lines.append(GAP)
             continue
         lines.append(f"pp{stage}")
-        for replica in _shorten(range(grid.size(row)), MAX_ROWS):
+        for replica in shorten(range(grid.size(row)), MAX_ROWS):
             if replica is None:
                 lines.append(f"  {GAP}")
                 continue
@@ -97,10 +97,10 @@ def _draw(grid: Grid) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _shorten(items: Sequence[int], limit: int) -> list[int | None]:
+def shorten(items: Sequence[int], limit: int) -> list[int | None]:
     """The items; if more than `limit`, the first ones, None for a gap, and the last.
 
-    >>> _shorten(range(9), 4)
+    >>> shorten(range(9), 4)
     [0, 1, None, 8]
     """
     if len(items) <= limit:
@@ -114,13 +114,13 @@ def _group_table(topology: Topology, group_names: Sequence[GroupName]) -> str:
     for name in group_names:
         groups = topology.groups_of(name)
         count = f"{len(groups)} x {len(groups[0])}"
-        rows.append((name, count, "single ranks" if len(groups[0]) == 1 else _ranks_text(groups)))
+        rows.append((name, count, "single ranks" if len(groups[0]) == 1 else ranks_text(groups)))
     names, counts = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
     lines = (f"{name.ljust(names)}  {count.rjust(counts)}  {ranks}" for name, count, ranks in rows)
     return f"{'group'.ljust(names)}  {'number x size'.rjust(counts)}\n" + "\n".join(lines)
 
 
-def _ranks_text(groups: tuple[Ranks, ...]) -> str:
+def ranks_text(groups: tuple[Ranks, ...]) -> str:
     """The first groups, as many as fit on a line, at least one."""
     text = _group_text(groups[0])
     for index, group in enumerate(groups[1:], start=1):

@@ -78,13 +78,18 @@ def describe(run: Run, *, planned: MemoryPlan | None) -> None:
     """Write the configuration of the run and facts about it into its folder, and log its header."""
     config, inputs, context = run.config, run.inputs, run.context
     name = device_name(context.device)
+    world_size, shape, text = context.topology.world_size, run.plan.shape, to_yaml(config)
     facts = {
         "device": name,
-        "world_size": context.topology.world_size,
+        "world_size": world_size,
+        "layout": _layout(run.plan, name),
+        "parameters": num_parameters(shape),
+        "active_parameters": num_active_parameters(shape),
         "memory": asdict(planned) if planned else None,
         "origins": dict(inputs.origins),
     }
-    inputs.folder.write_description(to_yaml(config), facts, secret=config.train.notify)
+    inputs.folder.add_start(text, step=run.state.step, world_size=world_size)
+    inputs.folder.write_description(text, facts, secret=config.train.notify)
     width = max(shutil.get_terminal_size().columns if sys.stderr.isatty() else MAX_WIDTH, MIN_WIDTH)
     attention = str(AttentionChoice.of(config, AttentionDevice.of(context.device)))
     log.info("%s", header(run.plan, inputs, device=name, attention=attention, width=width))

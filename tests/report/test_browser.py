@@ -8,10 +8,13 @@ import os
 import re
 import shutil
 import subprocess
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from nanotrain.report import serve
 from nanotrain.report.history import RunHistory
 from nanotrain.report.page import write_report
 from nanotrain.report.timeline import read_timeline, save
@@ -26,32 +29,70 @@ BROWSER = next(filter(None, map(shutil.which, (os.environ.get("CHROMIUM") or "ch
 BROWSERS_OWN = re.compile(r"https?://[\w.-]+\.(google|googleapis|gstatic|gvt1)\.com/")  # its updates
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome to open the report in; CHROMIUM=PATH names one")
-def test_a_report_of_two_runs_is_drawn(tmp_path: Path) -> None:
+WITH_BROWSER = pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium or Chrome to open the report in; CHROMIUM=PATH names one"
+)
+
+
+@WITH_BROWSER
+@pytest.mark.parametrize("width", [800, 1400])
+def test_a_report_of_two_runs_is_drawn(tmp_path: Path, width: int) -> None:
     folders = [write_run(tmp_path / "a", moe=expert_load), write_run(tmp_path / "b", steps=3000)]
     write_trace(folders[0], gpu_events())
+    starts = [{"step": step, "time_s": 1.0, "world_size": step + 1, "changed": {}} for step in (0, 20)]
+    (folders[0] / "starts.jsonl").write_text("".join(f"{json.dumps(start)}\n" for start in starts))
     save(read_timeline(folders[0]), folders[0])
     page = tmp_path / "report.html"
     write_report([RunHistory.read(folder) for folder in folders], page)
 
-    done, requests = opened(page, tmp_path)
+    done, requests = opened(page.as_uri(), tmp_path, width=width)
 
-    charts = re.findall(r'class="chart[^"]*" id="(chart-\d+)"', done.stdout)
-    assert re.search(rf'<body[^>]* data-drawn="{len(charts)}"', done.stdout) and len(charts) >= 8
-    assert re.search(r'<body[^>]* data-opened="\d+"', done.stdout), "the time until the first chart"
+    charts = re.findall(
+        r'<figcaption>[^<]+<span>([^<]*)</span></figcaption><div class="chart[^"]*" id="chart-\d+"', done.stdout
+    )
+    found = dict(re.findall(r' data-(\w+)="([^"]*)"', re.findall(r"<body[^>]*>", done.stdout)[0]))
+    assert found["drawn"] == str(len(charts)) and len(charts) >= 8 and all(charts), "every chart has a unit"
+    assert int(found["shown"]) < 1000, "ms until the summary is seen"
+    assert "opened" in found, "ms until the first chart"
+    assert done.stdout.count(">resumed on 21 ranks<") == 1, "on the chart of the loss"
+    assert found["overflow"] == "0", f"the page is wider than a window of {width} pixels"
     assert done.stdout.count('class="main-svg"') >= len(charts)
-    assert "data-error" not in done.stdout.partition("<h1>")[0]
+    assert "error" not in found and 'data-title="Share' not in done.stdout
     assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     urls = set(re.findall(r'"url":"(https?://[^"]*)"', requests.read_text()))
     assert not [url for url in urls if not BROWSERS_OWN.match(url)]
 
 
-def opened(page: Path, folder: Path) -> tuple[subprocess.CompletedProcess[str], Path]:
+@WITH_BROWSER
+def test_a_served_page_follows_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, reply = write_run(tmp_path / "a", steps=3), serve.reply
+
+    def grow(folders: Sequence[Path], path: str) -> tuple[str, bytes] | None:
+        """A reply, after the page is there with another row."""
+        if path.startswith("/rows/") and (number := len((folder / "metrics.jsonl").read_text().splitlines()) + 1) < 6:
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": number, "loss": 1.0, "consumed_tokens": 64, "step_time_s": 1.0}) + "\n")
+        return reply(folders, path)
+
+    monkeypatch.setattr(serve, "reply", grow)
+    with serve.open_server([folder], 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        done, _ = opened(f"http://{serve.LOCALHOST}:{server.server_address[1]}", tmp_path, width=800)
+        server.shutdown()
+    assert re.search(r'<body[^>]* data-steps="5"', done.stdout) and "<dd>5 steps" in done.stdout
+    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def opened(url: str, folder: Path, *, width: int) -> tuple[subprocess.CompletedProcess[str], Path]:
     """The browser's output and the file of its requests; a browser that crashes by itself is started again."""
     for number in range(3):
         requests = folder / f"requests-{number}.json"
-        own = (f"--user-data-dir={folder / f'profile-{number}'}", f"--log-net-log={requests}")
-        command = [str(BROWSER), *FLAGS, *own, page.as_uri()]
+        own = [
+            f"--user-data-dir={folder / f'profile-{number}'}",
+            f"--log-net-log={requests}",
+            f"--window-size={width},900",
+        ]
+        command = [str(BROWSER), *FLAGS, *own, url]
         done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
         if done.returncode == 0:
             return done, requests
@@ -66,7 +107,7 @@ def test_the_page_counts_what_it_has_drawn(tmp_path: Path) -> None:
     write_report([RunHistory.read(write_run(tmp_path / "a"))], page)
     text = page.read_text()
     assert 'addEventListener("beforeprint"' in text, "a page is printed with all its charts"
-    assert "document.body.dataset.drawn = " in text and "document.body.dataset.error = " in text
+    assert "drawn: Object" in text and "document.body.dataset.error = " in text
     figures = re.search(r'<script id="figures"[^>]*>(.*?)</script>', text)
     assert figures is not None
-    assert set(json.loads(figures[1])) == set(re.findall(r'class="chart" id="([^"]*)"', text))
+    assert set(json.loads(figures[1])["charts"]) == set(re.findall(r'class="chart" id="([^"]*)"', text))

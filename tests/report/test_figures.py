@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanotrain.report import figures
-from nanotrain.report.figures import keep_extremes, smooth
+from nanotrain.report.figures import CHARTS, bin_means, keep_extremes
 from nanotrain.report.history import RunHistory
 from tests.report.runs import expert_load, write_run
 
@@ -21,39 +21,67 @@ def runs(tmp_path: Path) -> list[RunHistory]:
     return [RunHistory.read(first), RunHistory.read(write_run(tmp_path / "second", steps=5000, mfu=lambda _: 0.4))]
 
 
-def test_every_figure_is_valid_plotly(runs: list[RunHistory]) -> None:
-    drawn = [figures.loss_figure(runs), *figures.step_figures(runs), *figures.expert_figures(runs[0])]
+def by_title(runs: list[RunHistory]) -> dict[str, figures.Figure]:
+    drawn = [figure for section in figures.step_figures(runs).values() for figure in section]
+    return {figure["layout"]["meta"]["title"]: figure for figure in drawn}
+
+
+def test_every_figure_is_valid_plotly_and_has_a_title_and_a_unit(runs: list[RunHistory]) -> None:
     memory = figures.memory_figure(runs)
     assert memory is not None
-    for figure in [*drawn, memory]:
+    for figure in [*by_title(runs).values(), *figures.expert_figures(runs[0]), memory]:
         go.Figure(figure)  # raises on an unknown property
+        assert figure["layout"]["meta"]["title"] and figure["layout"]["meta"]["unit"]
+    assert all(chart.title and chart.unit and chart.idle in figures.IDLE for each in CHARTS.values() for chart in each)
 
 
-def test_the_loss_has_raw_smoothed_and_validation_lines_on_three_axes(runs: list[RunHistory]) -> None:
-    figure = figures.loss_figure(runs)
-    names = [trace["name"] for trace in figure["data"]]
-    assert names == ["first", "first smoothed", "first validation", "second", "second smoothed"]
-    assert figure["data"][2]["x"] == [10, 20, 30, 40]
-    tokens, hours = (figure["layout"]["updatemenus"][0]["buttons"][i]["args"][0]["x"] for i in (1, 2))
-    assert tokens[2] == [640, 1280, 1920, 2560] and hours[2] == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    assert len(tokens) == len(names)
-    assert all(len(trace["y"]) <= figures.MAX_POINTS for trace in figure["data"])
+def test_charts_come_in_the_order_in_which_people_look_at_them(runs: list[RunHistory]) -> None:
+    first = ["Training loss", "Validation loss", "Throughput", "Model FLOPs utilization (MFU)", "Learning rate"]
+    assert list(by_title(runs))[:7] == [*first, "Gradient norm before clipping", "Peak memory of rank 0"]
 
 
-def test_the_smoothed_loss_does_not_lag_and_is_equal_for_equal_runs(tmp_path: Path) -> None:
-    runs = [
-        RunHistory.read(write_run(tmp_path / str(steps), steps=steps, loss=lambda step: 8.0 - 0.1 * step))
-        for steps in (40, 20)
-    ]
-    _, longer, _, shorter = figures.loss_figure(runs)["data"]
-    assert 4.0 < longer["y"][-1] < 4.4
-    assert longer["y"][:20] == shorter["y"]
+def test_the_loss_has_a_line_per_run_with_means_to_smooth_and_validation_as_markers(runs: list[RunHistory]) -> None:
+    figure = by_title(runs)["Training loss"]
+    assert [trace["name"] for trace in figure["data"]] == ["first", "second", "first validation"]
+    first, second, valid = figure["data"]
+    assert valid["x"] == [10, 20, 30, 40] and valid["mode"] == "markers" and valid["meta"]["means"] is None
+    assert len(second["y"]) <= figures.MAX_POINTS and len(second["meta"]["means"][0]) == figures.MAX_MEANS
+    axes = figures.axes_of(runs[0])
+    assert axes["tokens"][9::10] == [640, 1280, 1920, 2560] and axes["hours"][-1] == pytest.approx(0.4)
 
 
-def test_idle_charts_are_left_out_and_unknown_metrics_are_drawn(runs: list[RunHistory]) -> None:
-    titles = [figure["layout"]["title"]["text"] for figure in figures.step_figures(runs)]
-    assert "learning rate" in titles and "model FLOPs utilization, %" in titles and "stall s" in titles
-    assert "skipped steps" not in titles and "loss scale" not in titles
+def test_evaluations_have_a_line_per_name(tmp_path: Path) -> None:
+    def evaluation(step: int) -> dict[str, float]:
+        sets = {f"valid/{name}/{kind}": 2.0 for name in ("web", "math") for kind in ("loss", "bits_per_byte")}
+        return sets | {"task/next-line/accuracy": step / 80, "task/next-line/questions": 64}
+
+    folders = [write_run(tmp_path / name, evaluation=evaluation, valid_loss=lambda _: 2.5) for name in "ab"]
+    one, two = ([RunHistory.read(folder) for folder in some] for some in (folders[:1], folders))
+    names = {title: [trace["name"] for trace in figure["data"]] for title, figure in by_title(one).items()}
+    assert names["Validation loss"] == ["all", "web", "math"]
+    assert (
+        names["Tasks: right answers"] == ["next-line"]
+        and by_title(one)["Tasks: right answers"]["data"][0]["y"][-1] == 50
+    )
+    assert "Tasks: size" not in names, "it never changes"
+    assert [trace["name"] for trace in by_title(two)["Tasks: right answers"]["data"]] == ["a next-line", "b next-line"]
+
+
+@pytest.mark.parametrize(("world_size", "is_drawn"), [(3, False), (4, True)])
+def test_the_slowest_rank_means_something_from_four_ranks_on(tmp_path: Path, world_size: int, is_drawn: bool) -> None:
+    folder = write_run(tmp_path / "a", slowest_rank=lambda step: step % 2, wait_for_slowest=lambda _: 0.1)
+    environment = (folder / "environment.json").read_text()
+    (folder / "environment.json").write_text(environment.replace('"world_size": 4', f'"world_size": {world_size}'))
+    titles = by_title([RunHistory.read(folder)])
+    assert ("Slowest rank" in titles, "Wait for the slowest rank" in titles) == (is_drawn, is_drawn)
+
+
+def test_idle_charts_are_left_out_and_other_metrics_are_drawn_by_group(tmp_path: Path) -> None:
+    more = {"stall_s": lambda step: step / 7, "phases": lambda step: {"a": step, "b": 1.0}}
+    titles = by_title([RunHistory.read(write_run(tmp_path / "a", **more))])
+    assert titles["Stall s"]["layout"]["meta"]["unit"] == "s"
+    assert [trace["name"] for trace in titles["Phases"]["data"]] == ["a", "b"]
+    assert not {"Skipped steps", "Loss scale", "Model FLOPs utilization (MFU)"} & set(titles)
 
 
 def test_expert_heat_maps_are_relative_to_the_mean(runs: list[RunHistory]) -> None:
@@ -92,9 +120,8 @@ def test_a_spike_of_one_step_in_a_hundred_thousand_stays_at_its_step() -> None:
     assert {12_345, 77_777} <= set(keep_extremes(values, 400).tolist())
 
 
-def test_smoothing_follows_a_step_and_passes_over_gaps() -> None:
-    values = np.array([0.0] * 200 + [float("nan")] + [1.0] * 200)
-    out = smooth(values, 20)
-    assert out[200] == out[199] == 0.0
-    assert abs(out[220] - (1 - np.exp(-1))) < 0.02
-    assert np.isnan(smooth(np.array([np.nan, 1.0]), 5)[0])
+def test_means_of_bins_pass_over_gaps() -> None:
+    steps, values = np.arange(1000.0), np.tile([1.0, np.nan, 3.0, 4.0], 250)
+    x, y = bin_means(steps, values)
+    assert len(x) == len(y) == figures.MAX_MEANS and np.isfinite(y).all()
+    assert np.average(y) == pytest.approx(np.nanmean(values), rel=0.01) and (np.diff(x) > 0).all()

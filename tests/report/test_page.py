@@ -1,18 +1,17 @@
-"""The page: complete, escaped, without requests, small, and its script unpacks plotly."""
+"""The page: complete, escaped, without requests, small, and its program unpacks plotly and smooths."""
 
+import json
 import re
 import shutil
 import subprocess
-import threading
-import urllib.error
-import urllib.request
+from importlib import resources
 from pathlib import Path
 
 import pytest
 
 from nanotrain.errors import EnvironmentFault
 from nanotrain.report.history import RunHistory
-from nanotrain.report.page import LOCALHOST, open_server, render, require_html, write_report
+from nanotrain.report.page import render, require_html, write_report
 from tests.harness import HANG_S
 from tests.report.runs import expert_load, write_run
 
@@ -37,18 +36,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_every_section_and_chart_is_there(page: str) -> None:
     ids = attributes(page, "id")
-    sections = [
-        "runs",
-        "loss",
-        "training",
-        "experts",
-        "memory",
-        "layout",
-        "samples",
-        "configuration",
-        "checkpoints",
-        "environment",
-    ]
+    first = ["summary", "loss", "training", "more", "experts", "other", "memory", "layout", "samples"]
+    sections = [*first, "settings", "checkpoints", "environment"]
     assert [name for name in ids if name in sections] == sections
     assert sum(name.startswith("chart-") for name in ids) == page.count('class="chart"') >= 8
     assert "pipeline schedule of a&lt;b" in page
@@ -66,7 +55,7 @@ def test_texts_of_a_run_cannot_become_elements(page: str) -> None:
 
 
 def test_settings_that_differ_come_first_and_are_marked(page: str) -> None:
-    table = page[page.index('id="configuration"') :]
+    table = page[page.index('id="settings"') :]
     rows = re.findall(r"<tr>(.*?)</tr>", table[: table.index("</table>")])
     marked = [re.findall(r">([^<]*)<", row)[0] for row in rows if "differs" in row]
     assert marked[0] in CONFIG["parallel"] or "." in marked[0]
@@ -113,25 +102,37 @@ def test_a_report_replaces_no_file_of_another_kind(tmp_path: Path) -> None:
         require_html(tmp_path / name)
 
 
-def test_every_visit_shows_the_run_as_it_is_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("no_proxy", "*")
-    folder = write_run(tmp_path / "a", steps=3)
-    with open_server([folder], 0) as server:
-        assert server.server_address[0] == LOCALHOST
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://{LOCALHOST}:{server.server_address[1]}"
-        assert "3/40" in urllib.request.urlopen(url).read().decode()
-        with (folder / "metrics.jsonl").open("a") as file:
-            file.write('{"step": 4, "loss": 1.0}\n')
-        assert "4/40" in urllib.request.urlopen(url).read().decode()
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(f"{url}/config.yaml")
-        server.shutdown()
-
-
-def test_errors_come_before_the_server(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentFault, match="is not a run folder"):
-        open_server([tmp_path], 0)
+def test_a_text_that_was_written_again_at_the_same_step_is_shown_once(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
-    with open_server([folder], 0) as server, pytest.raises(EnvironmentFault, match="cannot be opened"):
-        open_server([folder], server.server_address[1])
+    (folder / "samples.jsonl").write_text(
+        "".join(f'{{"step": {step}, "text": "t{n}"}}\n' for n, step in enumerate((3, 4, 4)))
+    )
+    shown = render([RunHistory.read(folder)])
+    assert shown.count("<p>step 4</p>") == 1 and "<pre>t0</pre>" in shown and "<pre>t2</pre>" in shown
+
+
+def test_restarts_are_marked_with_what_changed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    starts = [{"step": 0, "time_s": 1.0, "world_size": 2, "changed": {}}]
+    starts += [{"step": 20, "time_s": 9.0, "world_size": 3, "changed": {"train.train_iters": [20, 40]}}, {"step": "x"}]
+    (folder / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
+    (folder / "metrics-superseded.jsonl").write_text('{"step": 21, "step_time_s": 1800}\n')
+    page = render([RunHistory.read(folder)])
+    assert '{"step":20,"time_s":9.0,"world_size":3,"changed":{"train.train_iters":[20,40]}}]]' in page
+    assert "train.train_iters 20 -&gt; 40" in page and "1 steps again, 0.50 hours" in page
+
+
+@pytest.mark.parametrize(("of", "expected"), [("x => 3 * x + 1", 1e-9), ("x => 4 + 6 * Math.pow(x, -0.5)", 0.03)])
+def test_smoothing_is_centred(tmp_path: Path, of: str, expected: float) -> None:
+    """A line stays the line, at its ends too, and the steep beginning of a loss is not flattened."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node to run the script of the page")
+    program = resources.files("nanotrain.report").joinpath("page.js").read_text()
+    program += f"""
+    const x = Array.from({{length: 400}}, (_, i) => 1 + 2.5 * i), y = x.map({of});
+    console.log(Math.max(...smoothed(x, y, 200).map((value, i) => Math.abs(value - y[i]))));
+    """
+    (tmp_path / "program.js").write_text(program)
+    done = subprocess.run([node, tmp_path / "program.js"], capture_output=True, text=True, timeout=HANG_S, check=True)
+    assert float(done.stdout) < expected

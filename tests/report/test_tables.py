@@ -29,3 +29,21 @@ def test_settings_that_one_run_does_not_have_differ(tmp_path: Path) -> None:
 def test_the_environment_has_versions_and_command_but_no_nested_tables(tmp_path: Path) -> None:
     html = tables.environment_table([RunHistory.read(write_run(tmp_path / "a"))])
     assert "2.13.0" in html and "train &lt;b&gt;" in html and "origins" not in html and "memory" not in html
+
+
+def test_a_headline_says_what_a_run_reached_with_units(tmp_path: Path) -> None:
+    values = {"valid_loss": lambda _: 2.0, "evaluation": lambda _: {"task/next-line/accuracy": 0.25}}
+    run = RunHistory.read(write_run(tmp_path / "a", **values))
+    run.environment.update(parameters=7e9, active_parameters=7e9, device="H200", layout="4 ranks on H200, tp 2, dp 2")
+    facts = tables.headline_of(run)
+    assert (
+        facts["Parameters"] == ("7 B", "")
+        and facts["Layout"] == ("tp 2, dp 2", "")
+        and facts["Device"][0] == "4 x H200"
+    )
+    assert (facts["Validation loss"][0], facts["Perplexity"][0]) == ("2.0000", "7.39")
+    assert facts["Task next-line"] == ("25.0%", "right answers") and facts["Restarts"] == ("0", "")
+    assert facts["Throughput"] == ("100", "tokens per second") and facts["Training time"][0] == "0.40 hours"
+    cards = tables.headline([run])
+    assert cards.count("<dt>") == len(facts) - 2 and "MFU" not in cards and "Bits per byte" not in cards
+    assert tables.headline([run, run]).count("<tr>") == len(facts) - 1

@@ -60,3 +60,15 @@ def test_the_description_holds_configuration_and_environment(tmp_path):
     assert environment["world_size"] == 2
     assert environment["packages"]["torch"] and environment["python"] and environment["command"]
     assert "git_revision" in environment
+
+
+def test_a_start_is_a_line_with_the_settings_that_changed(tmp_path):
+    folder, texts = RunFolder(tmp_path), ["a: {b: 1, c: 2020-01-01}\n", "a: {b: 2, c: 2020-01-01}\n"]
+    for step, text in enumerate([texts[0], *texts]):
+        folder.add_start(text, step=step, world_size=2)
+        folder.write_description(text, {})
+    (tmp_path / "config.yaml").write_text("{")  # damaged
+    folder.add_start(texts[0], step=3, world_size=1)
+    starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    assert [start["changed"] for start in starts] == [{}, {}, {"a.b": [1, 2]}, {}]
+    assert [(start["step"], start["world_size"]) for start in starts] == [(0, 2), (1, 2), (2, 2), (3, 1)]

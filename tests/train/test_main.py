@@ -33,6 +33,7 @@ def test_a_run_trains_and_leaves_everything_in_its_folder(tmp_path, capfd):
         "metrics.jsonl",
         "report.html",
         "run.lock",
+        "starts.jsonl",
     }
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3]
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-00000002", "step-00000003"}

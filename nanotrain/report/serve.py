@@ -1,0 +1,86 @@
+"""`open_server`: the report of runs on this machine; its page follows the runs while they train.
+
+GET /                  the page
+GET /rows/0?from=4096  the rows that were appended to the metrics of the first run after this many bytes
+GET /summary           JSON: the summary, and the versions of the runs; the page is loaded again where they differ
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from nanotrain.errors import EnvironmentFault, NanotrainError
+from nanotrain.report.history import RunHistory
+from nanotrain.report.page import render
+from nanotrain.report.tables import headline
+from nanotrain.runs.folder import RunFolder
+
+LOCALHOST = "127.0.0.1"  # never another address: a run's configuration and texts are not for everyone
+MOST_BYTES = 1 << 22  # of rows in one reply
+
+
+def reply(folders: Sequence[Path], path: str) -> tuple[str, bytes] | None:
+    """The kind and the content of a page; None for an unknown one.
+
+    Raises:
+        NanotrainError: a folder is not a run folder any more.
+        OSError: metrics cannot be read.
+    """
+    if match := re.fullmatch(r"/rows/(\d{1,4})\?from=(\d{1,18})", path):
+        if int(match[1]) >= len(folders):
+            return None
+        with RunFolder(folders[int(match[1])]).metrics.open("rb") as file:
+            file.seek(int(match[2]))
+            rows = file.read(MOST_BYTES)
+        return "application/x-ndjson", rows[: rows.rfind(b"\n") + 1]
+    if path not in ("/", "/index.html", "/summary"):
+        return None
+    sizes = [metrics.stat().st_size if metrics.is_file() else 0 for metrics in (RunFolder(f).metrics for f in folders)]
+    runs = [RunHistory.read(folder) for folder in folders]
+    version = [f"{run.state()} {_version(run.folder)}" for run in runs]
+    if path == "/summary":
+        return "application/json", json.dumps({"version": version, "headline": headline(runs)}).encode()
+    return "text/html", render(runs, live={"sizes": sizes, "version": version}).encode()
+
+
+def _version(folder: Path) -> str:
+    """Another text after a start, which replaces config.yaml, and after rows were set aside, in a new metrics.jsonl."""
+    files = (folder / "config.yaml", RunFolder(folder).metrics)
+    return " ".join(str(path.stat().st_ino) for path in files if path.is_file())
+
+
+def open_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
+    """A server of the report of these run folders; port 0 chooses a free one.
+
+    Raises:
+        EnvironmentFault: a folder is not a run folder, or the port is taken.
+    """
+    for folder in folders:
+        RunHistory.read(folder)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status = 200
+            try:
+                found = reply(folders, self.path)
+            except (NanotrainError, OSError) as error:  # the folder is gone
+                found, status = ("text/plain", str(error).encode()), 500
+            if found is None:
+                self.send_error(404)
+                return
+            self.send_response(status)
+            self.send_header("Content-Type", f"{found[0]}; charset=utf-8")
+            self.send_header("Content-Length", str(len(found[1])))
+            self.end_headers()
+            self.wfile.write(found[1])
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Visits are not logged."""
+
+    try:
+        return ThreadingHTTPServer((LOCALHOST, port), Handler)
+    except OSError as error:
+        fix = "choose another --port, or 0 for a free one"
+        raise EnvironmentFault(f"port {port} cannot be opened", why=error.strerror or str(error), fix=fix) from error
