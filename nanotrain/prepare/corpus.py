@@ -148,7 +148,7 @@ def _trained_tokenizer(options: PrepareOptions, chunks: tuple[InputChunk, ...] |
     print(f"training a BPE of {options.bpe_vocab_size} tokens", flush=True)
     if chunks is not None:  # evenly spaced chunks of about the training size
         chunks = chunks[:: max(1, -(-sum(chunk.num_bytes for chunk in chunks) // _BPE_TRAINING_BYTES))]
-    reader = DocumentReader(options.text_column)
+    reader = DocumentReader(options.text_column, options.limits)
     texts = chain.from_iterable(map(reader.read, chunks or _stream(options)))
     return train_bpe(_truncate(texts, _BPE_TRAINING_BYTES), options.bpe_vocab_size)
 
@@ -178,6 +178,7 @@ def _plan_job(options: PrepareOptions, tokenizer: Tokenizer) -> PartJob:
         dtype=dtype.name,
         column=options.text_column,
         append_eod=options.append_eod,
+        limits=options.limits,
     )
 
 

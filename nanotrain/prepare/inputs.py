@@ -17,9 +17,45 @@ from typing import Any, BinaryIO
 
 from nanotrain.data.tokenizer import first_line, go_offline_if_unreachable
 from nanotrain.errors import DataError, NanotrainError
+from nanotrain.untrusted import LARGEST
 
 MAX_ZST_WINDOW = 1 << 31  # bytes of memory at most; `zstd --long=31` needs them
-ZST_READ_BYTES = 1 << 16  # at a time
+ZST_READ_BYTES = 1 << 10  # at a time: they inflate to 32 MiB at most
+ALWAYS_BYTES = 1 << 24  # that any compressed file may hold
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is read: a small file can be made to hold more than the memory."""
+
+    document_bytes: int = 1 << 28  # of one document
+    inflation: int = 200  # bytes that a compressed file may hold per byte of it; text has 3 to 20
+
+    def of_file(self, file: str) -> int:
+        """The bytes that a file may hold."""
+        is_plain = not is_compressed(Path(file)) and Path(file).suffix.lower() != ".parquet"
+        return LARGEST if is_plain else ALWAYS_BYTES + self.inflation * Path(file).stat().st_size
+
+    def check_document(self, source: str, nbytes: int) -> None:
+        """Check the bytes of a document of a source.
+
+        Raises:
+            DataError: more than the limit.
+        """
+        if nbytes > self.document_bytes:
+            why, fix = "it is in memory with its tokens", "split it, or raise --max-document-bytes"
+            raise DataError(f"a document of {source} has more than {self.document_bytes:,} bytes", why=why, fix=fix)
+
+    def check_file(self, file: str, nbytes: int, *, most: int) -> None:
+        """Check the bytes that were read of a file; `most` is from `of_file`.
+
+        Raises:
+            DataError: more than `most`.
+        """
+        if nbytes > most:
+            why = f"text is not {self.inflation} times smaller when compressed; such a file is made to fill the memory"
+            fix = "leave it out, or raise --max-inflation"
+            raise DataError(f"{file} holds more than {most:,} bytes", why=why, fix=fix)
 
 
 def uncompressed_suffix(path: Path) -> str:

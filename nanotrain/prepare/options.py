@@ -7,6 +7,7 @@ from pathlib import Path
 from nanotrain.data.token_format import prefix_of
 from nanotrain.errors import DataError
 from nanotrain.paths import local_path
+from nanotrain.prepare.inputs import Limits
 from nanotrain.system import usable_cores
 
 _BPE = "bpe:"
@@ -32,6 +33,8 @@ class PrepareOptions:
     append_eod: bool = True
     dtype: str = "auto"
     overwrite: bool = False
+    max_document_bytes: int = Limits.document_bytes
+    max_inflation: int = Limits.inflation
 
     def __post_init__(self) -> None:
         if not self.tokenizer:
@@ -44,6 +47,9 @@ class PrepareOptions:
             )
         if self.workers < 1:
             raise DataError(f"--workers {self.workers} is not positive", fix="give at least 1")
+        if min(self.max_document_bytes, self.max_inflation) < 1:
+            fix = "give at least 1"
+            raise DataError("--max-document-bytes and --max-inflation are limits above 0", fix=fix)
         if self.max_documents is not None and not self.streaming:
             raise DataError("--max-documents has no effect without --streaming", fix="add --streaming or leave it out")
 
@@ -51,6 +57,10 @@ class PrepareOptions:
     def bpe_vocab_size(self) -> int | None:
         """Vocabulary of the BPE to train; None to load a tokenizer."""
         return int(self.tokenizer.removeprefix(_BPE)) if self.tokenizer.startswith(_BPE) else None
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.max_document_bytes, self.max_inflation)
 
     @property
     def parts(self) -> Path:
@@ -86,4 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="end documents with the eod token")
     dtype_help = "token dtype (default: the smallest that holds the vocabulary)"
     add("--dtype", choices=["auto", "uint8", "uint16", "int32"], default="auto", help=dtype_help)
+    document_help = "limit of the bytes of a document (default: %(default)s)"
+    add("--max-document-bytes", type=int, default=Limits.document_bytes, metavar="N", help=document_help)
+    inflation_help = "limit of the bytes in a compressed file per byte of the file (default: %(default)s)"
+    add("--max-inflation", type=int, default=Limits.inflation, metavar="N", help=inflation_help)
     add("--overwrite", action="store_true", help="replace an existing PREFIX")

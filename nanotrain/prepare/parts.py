@@ -30,13 +30,14 @@ from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.data.worker import exit_with_parent
 from nanotrain.errors import EnvironmentFault, NanotrainError
 from nanotrain.prepare.chunks import InputChunk
+from nanotrain.prepare.inputs import Limits
 from nanotrain.prepare.readers import DocumentReader
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.quantities import count_of
 from nanotrain.runs.files import disk_errors, disk_fault, make_folder, remove_folder, write_text
 
 CURE = "choose another --output"  # the cure for errors of the disk
-_DOCUMENTS_PER_WRITE = 64
+_DOCUMENTS_PER_WRITE, _CHARACTERS_PER_WRITE = 64, 1 << 20
 _INDEX_BYTES = 20  # bytes of a document in the index
 
 
@@ -49,6 +50,7 @@ class PartJob:
     dtype: str  # name of the token dtype
     column: str = "text"  # field that holds the text
     append_eod: bool = True  # end each document with the end-of-document token
+    limits: Limits = Limits()  # of documents and files
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class PartWriter:
     """Writes part files; keeps the tokenizer and open datasets between chunks."""
 
     def __init__(self, job: PartJob) -> None:
-        self.job, self.reader = job, DocumentReader(job.column)
+        self.job, self.reader = job, DocumentReader(job.column, job.limits)
         self.tokenizer = load_tokenizer(job.tokenizer)
         self._eod = [self.tokenizer.eod] if job.append_eod and self.tokenizer.eod is not None else []
 
@@ -129,7 +131,7 @@ class PartWriter:
         documents = tokens = text_bytes = 0
         texts, prefix, dtype = self.reader.read(chunk), part_prefix(self.job.folder, number), np.dtype(self.job.dtype)
         with TokenWriter(prefix, dtype) as writer:
-            while some := list(islice(texts, _DOCUMENTS_PER_WRITE)):
+            while some := _next_texts(texts):
                 # One text at a time keeps to one thread: the processes are the parallelism.
                 rows = [self.tokenizer.encode(text) + self._eod for text in some]
                 lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
@@ -142,6 +144,16 @@ class PartWriter:
             with disk_errors(bin_path(prefix), needed=needed, fix=CURE):  # before the space of the part is free again
                 writer.complete()
         return PartDone(documents, tokens, text_bytes, chunk.num_bytes)
+
+
+def _next_texts(texts: Iterator[str]) -> list[str]:
+    """The next documents, as many as are in memory with their tokens at a time; empty at the end."""
+    some: list[str] = []
+    for text in texts:
+        some.append(text)
+        if len(some) == _DOCUMENTS_PER_WRITE or sum(map(len, some)) > _CHARACTERS_PER_WRITE:
+            break
+    return some
 
 
 _part_writer = cache(PartWriter)  # one per worker process

@@ -5,28 +5,33 @@ from typing import Any
 
 from nanotrain.errors import DataError
 from nanotrain.prepare.chunks import InputChunk
-from nanotrain.prepare.inputs import HubDataset, load_rows, open_input
+from nanotrain.prepare.inputs import HubDataset, Limits, load_rows, open_input
 from nanotrain.untrusted import parse_json
 
 _ROWS_PER_READ = 256
+_SKIPPED_BYTES = 1 << 16  # at a time
+_BLANK_LINES = 1_000_000  # in a row
+_PARQUET_ROWS = 8  # at a time: a dictionary may hold one long text for all of them
 KINDS = {int: "a number", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
 
 
 class DocumentReader:
     """Reads the documents of chunks from a column of their rows; keeps a dataset of rows open between its chunks."""
 
-    def __init__(self, column: str) -> None:
-        self.column = column
+    def __init__(self, column: str, limits: Limits | None = None) -> None:
+        self.column, self.limits = column, limits or Limits()
         self._rows: dict[HubDataset, Any] = {}
 
     def read(self, chunk: InputChunk) -> Iterator[str]:
         """The documents of a chunk, in order, without empty ones; lone surrogates become question marks.
 
         Raises:
-            DataError: unreadable text, broken JSON, or no such column.
+            DataError: unreadable text, broken JSON, no such column, or more than the limits.
         """
-        # JSON can hold lone surrogates, which no tokenizer can encode.
-        return (text.encode("utf-8", "replace").decode() for text in READERS[chunk.kind](self, chunk) if text)
+        for text in READERS[chunk.kind](self, chunk):
+            self.limits.check_document(", ".join(chunk.files) or "the dataset", len(text))
+            if text:  # JSON can hold lone surrogates, which no tokenizer can encode
+                yield text.encode("utf-8", "replace").decode()
 
     def rows(self, dataset: HubDataset) -> Any:
         """The rows of a dataset, loaded on first use."""
@@ -65,8 +70,11 @@ def pick_text(row: Mapping[str, Any], column: str, *, source: str, columns: Sequ
 
 def _read_text(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
     for file in chunk.files:
+        limits, most = reader.limits, reader.limits.of_file(file)
         with open_input(file) as stream:
-            data = stream.read()
+            data = stream.read(min(limits.document_bytes, most) + 1)
+        limits.check_file(file, len(data), most=most)
+        limits.check_document(file, len(data))
         try:
             yield data.decode("utf-8").removeprefix("\ufeff")  # the mark that some editors write before the text
         except UnicodeDecodeError as error:
@@ -75,17 +83,26 @@ def _read_text(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
 
 
 def _read_lines(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
-    file = chunk.files[0]
+    file, limits = chunk.files[0], reader.limits
+    most, blank_lines = limits.of_file(file), 0
     with open_input(file) as stream:
         if chunk.start:
             # A line belongs to the chunk it starts in: skip to the first newline from the byte before the chunk on.
             stream.seek(chunk.start - 1)
-            stream.readline()
+            while (rest := stream.readline(_SKIPPED_BYTES)) and not rest.endswith(b"\n"):
+                limits.check_document(file, stream.tell() - chunk.start)
         while (begin := stream.tell()) < chunk.stop:
-            line = stream.readline()
+            line = stream.readline(min(limits.document_bytes, max(0, most - begin)) + 1)
+            limits.check_file(file, begin + len(line), most=most)
+            limits.check_document(file, len(line))
             if not line:
                 return
-            if line.strip():
+            is_blank = not line.strip()
+            blank_lines = blank_lines + 1 if is_blank else 0
+            if blank_lines > _BLANK_LINES:
+                why, fix = "they take the time of documents and hold none", "remove them"
+                raise DataError(f"{file} has more than {_BLANK_LINES:,} blank lines in a row", why=why, fix=fix)
+            if not is_blank:
                 yield _text_of_line(line, reader.column, file=file, begin=begin)
 
 
@@ -115,9 +132,15 @@ def _read_parquet(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
         if column not in names:
             pick_text(dict.fromkeys(names), column, source=source)
         groups = range(chunk.start, chunk.stop)
-        for batch in file.iter_batches(_ROWS_PER_READ, row_groups=groups, columns=[column]):
-            for text in batch.column(0).to_pylist():
-                yield pick_text({column: text}, column, source=source, columns=names)
+        most, total = reader.limits.of_file(source), 0
+        stored = sum(file.metadata.row_group(group).total_byte_size for group in groups)
+        reader.limits.check_file(source, stored, most=most)
+        for batch in file.iter_batches(_PARQUET_ROWS, row_groups=groups, columns=[column]):
+            for value in batch.column(0):
+                text = pick_text({column: value.as_py()}, column, source=source, columns=names)
+                total += len(text)
+                reader.limits.check_file(source, total, most=most)
+                yield text
 
 
 def _read_rows(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
