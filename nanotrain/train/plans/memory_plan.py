@@ -157,7 +157,8 @@ def require_memory(config: Config, world_size: int, *, device: str, available: i
     """
     worst = worst_memory(config, world_size, device=device)
     share = CERTAIN_SHARE_COMPILED if with_compile(config, device).train.torch_compile else CERTAIN_SHARE
-    if available is None or config.train.train_iters == 0 or worst.certain(share) <= available:
+    share *= config.train.train_iters > 0  # without steps everything is built, nothing is computed
+    if available is None or worst.certain(share) <= available:
         return worst
     fitting = _find_fitting(config, world_size, pp_rank=worst.pp_rank, device=device, available=available)
     rows = ", ".join(f"{name} {text}" for name, text in worst.rows().items())

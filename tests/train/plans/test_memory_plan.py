@@ -86,10 +86,13 @@ def test_a_run_is_refused_only_where_what_is_certain_does_not_fit(is_compiled):
         require_memory(config, 1, device="cpu", available=certain - 1)
 
 
-def test_nothing_is_refused_where_nothing_is_known_or_trained():
+def test_without_steps_a_run_is_refused_where_what_is_built_does_not_fit():
     config = config_of(SMALL)
-    require_memory(config, 1, device="cpu", available=None)
-    require_memory(with_values(config, {"train.train_iters": 0}), 1, device="cpu", available=1)
+    planned = require_memory(config, 1, device="cpu", available=None)
+    built, config = planned.params + planned.grads + planned.optimizer, with_values(config, {"train.train_iters": 0})
+    require_memory(config, 1, device="cpu", available=built)
+    with pytest.raises(ConfigError, match="a rank needs"):
+        require_memory(config, 1, device="cpu", available=built - 1)
 
 
 def advice(config, world_size: int, available: int) -> str:
