@@ -94,7 +94,7 @@ def check_all_loaded(manifest: Manifest, loaded: Sequence[float], *, config: Map
 
 
 def has_weights_alone(manifest: Manifest) -> bool:
-    """Whether a checkpoint has no optimizer state: an average or an import."""
+    """Whether a checkpoint has no optimizer state: of --no-save-optim, an average or an import."""
     return "optimizer" not in map(kind_of, manifest.tensors)
 
 
@@ -103,7 +103,7 @@ def weights_alone(manifest: Manifest) -> CheckpointError:
     go_on = f", or --no-load-optim to go on at step {manifest.step}" if manifest.objects.get("train") else ""
     return CheckpointError(
         f"the checkpoint of step {manifest.step} has weights alone",
-        why="an average or an import has no optimizer state to resume from",
+        why="optimizer state to resume from is not in it: it is of --no-save-optim, an average or an import",
         fix=f"add --finetune to start at step 0 from its weights{go_on}",
     )
 

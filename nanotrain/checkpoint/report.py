@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
 
-from nanotrain.checkpoint.compatibility import kind_of, vocabulary_rows
+from nanotrain.checkpoint.compatibility import has_weights_alone, kind_of, vocabulary_rows
 from nanotrain.checkpoint.manifest import ChunkEntry, DamagedCheckpoint, Manifest, TensorEntry
 from nanotrain.checkpoint.plan import coverage_fault, split_box
 from nanotrain.checkpoint.read import ShardFile, read_box
@@ -94,6 +94,8 @@ def _summary(manifest: Manifest) -> Iterator[tuple[str, str]]:
     if isinstance(last, Mapping) and isinstance(last.get("loss"), float):
         trained.append(f"loss {last['loss']:.4f}")
     yield "trained", ", ".join(trained)
+    if has_weights_alone(manifest):
+        yield "optimizer", "no state: of --no-save-optim, an average, an import, or a rule that has none"
     yield "written by", _layout(manifest.topology)
     yield "files", f"{count_of(len(manifest.files), 'shard')}, {describe_bytes(nbytes)}"
     if manifest.not_finite is not None:

@@ -6,7 +6,8 @@
     HostCopy        a few numbers for the log, read on the host later
     Stopwatch       time of a step
     to_device, host_zeros
-    reset_peak_memory, peak_memory, memory_per_rank
+    reset_peak_memory, peak_memory, memory_per_rank, start_memory_history, write_memory_history
+    set_deterministic, sum_bf16_products_in_fp32
 
 Most of `torch.cuda` raises on a CPU-only torch, so all callers go through these functions.
 """
@@ -31,6 +32,10 @@ from nanotrain.system import available_memory
 # torch's allocator reads it at the first CUDA tensor. Expandable segments leave fewer gaps between tensors of varying
 # sizes, such as those of batches and experts.
 _ALLOCATOR = "PYTORCH_ALLOC_CONF"
+# Read when cuBLAS and NCCL start. cuBLAS repeats its results with workspaces of fixed size; with NVLS the switch sets
+# the order of sums, so Megatron-LM excludes it as well.
+_DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS"}
+_MAX_ALLOCATIONS = 100_000  # of a memory history, the newest; Megatron-LM's number
 _CLEAR_PEAK = "5"  # man 5 proc, clear_refs: sets VmHWM back to the current size
 
 
@@ -148,6 +153,36 @@ def memory_per_rank(device: torch.device, local_world_size: int) -> int | None:
         return int(torch.cuda.get_device_properties(device).total_memory)
     available = available_memory()
     return None if available is None else available // local_world_size
+
+
+def start_memory_history(device: torch.device) -> None:
+    """Record allocations of a GPU from here on, with the Python stack of each."""
+    torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS, stacks="python", device=device)
+
+
+def write_memory_history(path: Path) -> None:
+    """Write what was recorded, for https://pytorch.org/memory_viz, and end the record."""
+    try:
+        torch.cuda.memory._dump_snapshot(str(path))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def set_deterministic(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Use deterministic algorithms from here on, in the whole process; an operator that has none raises.
+
+    Variables of cuBLAS and NCCL are set in `environment` unless they are there.
+    """
+    environment.update(_DETERMINISTIC | dict(environment))
+    torch.use_deterministic_algorithms(True)  # with warn_only attention would keep its other algorithm, and warn
+    torch.backends.cudnn.deterministic = True
+    # memory that is not written is never read here, and to fill it takes a pass over every buffer
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def sum_bf16_products_in_fp32() -> None:
+    """Let GPUs add the parts of a split bf16 product in fp32, in the whole process; torch's default adds in bf16."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 @cache

@@ -99,6 +99,20 @@ def moe_layer_recompute(config: Config, text: str) -> dict[str, Any]:
     }
 
 
+def record_memory_history(config: Config, text: str) -> dict[str, Any]:
+    """Megatron-LM's default file, unless the line names another."""
+    return {} if config.train.memory_snapshot_path is not None else {"memory_snapshot_path": "snapshot.pickle"}
+
+
+def rope_type(config: Config, text: str) -> dict[str, Any]:
+    """The positions; of MLA with RoPE nothing: `translate.implied` takes YaRN for a scaling factor above 1."""
+    if text not in ("rope", "yarn"):
+        raise ConfigError(f"--rope-type is {text!r}", why="it takes rope or yarn")
+    model = config.model
+    is_implied = model.multi_latent_attention and model.position_embedding_type == "rope"
+    return {} if is_implied else {"position_embedding_type": text}
+
+
 def ckpt_step(config: Config, text: str) -> dict[str, Any]:
     """The step folder of a run to load, from the run folder of `--load` or its folder of checkpoints.
 

@@ -142,7 +142,9 @@ def read_flag(line: CommandLine, argument: str, *, rest: list[str]) -> None:
         take_values(rest)  # they are no further mistakes
         if " " in flag:
             raise quoted(argument)
-        raise unknown_flag(flag, known=known_flags(), listed_by=line.listed_by)
+        known, table = known_flags(), megatron().flags
+        known = [name for name in known if name not in table or table[name].kind != "not yet"]
+        raise unknown_flag(flag, known=known, listed_by=line.listed_by)
 
 
 def split_settings(

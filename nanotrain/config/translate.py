@@ -172,7 +172,8 @@ def implied(config: Config, explicit: frozenset[str], *, line: CommandLine) -> I
     YaRN unless `--rope-type rope` is set.
     """
     model, train, load, flags = config.model, config.train, config.checkpoint.load, line.megatron_rows
-    is_rope = model.position_embedding_type == "rope" and "--rope-type" not in flags
+    is_plain = any(argument.text == "--rope-type rope" for argument in line.megatron)
+    is_rope = model.position_embedding_type == "rope" and not is_plain
     factor = model.yarn.rotary_scaling_factor if model.yarn is not None else 1.0
     if model.multi_latent_attention and is_rope and factor > 1:
         yield "position_embedding_type", "yarn", f"MLA with rotary_scaling_factor {factor:g}"

@@ -64,10 +64,12 @@ def check(start: Start) -> None:
 def check_folders(start: Start) -> None:
     """Every folder that the run writes can be written; none is created yet."""
     train, fallback = start.config.train, start.config.checkpoint.save_fallback_dir
+    snapshot = train.memory_snapshot_path
     RunFolder(Path(str(train.run_dir))).check_writable()
     folders = {
         ("the fallback folder", "--save-fallback-dir"): fallback,
         ("the TensorBoard folder", "--tensorboard-dir"): train.tensorboard_dir if train.tensorboard else None,
+        ("the folder of memory snapshots", "--memory-snapshot-path"): snapshot and Path(snapshot).parent,
     }
     for (name, flag), path in folders.items():
         if path is not None:
@@ -118,6 +120,19 @@ def check_offload(start: Start) -> None:
             why="the device is a CPU: optimizer state and activations are in host memory already",
             fix=f"leave out {given}",
         )
+
+
+def check_records(start: Start) -> None:
+    """The device has what is to be recorded."""
+    train, is_cpu = start.config.train, start.device.type == "cpu"
+    if train.memory_snapshot_path is not None and is_cpu:
+        what, why = f"--memory-snapshot-path {train.memory_snapshot_path}", "torch records the allocations of GPUs only"
+        fix = "leave it out, and --record-memory-history; the end of a run states the peak memory of its process"
+        raise ConfigError(f"{what} on a CPU", why=why, fix=fix)
+    if train.log_straggler and not is_cpu:
+        why = "the host does not wait for other ranks there, so the time of a step without waits is not measured"
+        fix = "leave it out; --profile and `nanotrain timeline RUN` show kernels and waits of each rank"
+        raise ConfigError("--log-straggler on a GPU", why=why, fix=fix)
 
 
 def check_memory(start: Start) -> None:
@@ -171,6 +186,7 @@ CHECKS: tuple[tuple[Callable[[Start], None], ...], ...] = (
         check_corpus,
         check_prometheus,
         check_offload,
+        check_records,
         check_memory,
     ),
 )

@@ -62,7 +62,7 @@ class _Loop:
         self._failure: NanotrainError | None = None  # error of this rank since the last step
         self._had_save_request = False  # before the last step: a signal to all ranks may reach some a step later
         self._throughput_of = cache(partial(Throughput.of, run.plan, run.context))
-        self._slowest, self._spikes = SlowestRank(run.context), SpikeScore()
+        self._slowest, self._spikes = SlowestRank(run.context, logs_all=run.config.train.log_straggler), SpikeScore()
         self._watch = Stopwatch(run.context.device)  # times this step
         self._read_last: dict[str, Any] = {"sequences of %s tokens": run.config.data.seq_length, "data stage %s": None}
         self._started, self._first_step = time.monotonic(), run.state.step

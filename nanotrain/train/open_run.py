@@ -34,7 +34,7 @@ from nanotrain.train.hooks.end_of_run import PlannedPeak, ReportHook, SampleHook
 from nanotrain.train.hooks.faults import DebugNanHook, ReplicasHook
 from nanotrain.train.hooks.hook import Hook, TimeoutHook
 from nanotrain.train.hooks.log import MAX_WIDTH, MIN_WIDTH, LogHook
-from nanotrain.train.hooks.profile import ProfileHook
+from nanotrain.train.hooks.profile import ProfileHook, memory_snapshot
 from nanotrain.train.hooks.track import TRACKERS, NotifyHook, TrackHook
 from nanotrain.train.plans.memory_plan import MemoryPlan
 from nanotrain.train.plans.plan import Plan
@@ -61,6 +61,7 @@ def open_run(
     with (
         watch_ranks(context, inputs.folder.path, timeout_s=config.train.hang_timeout_s),
         explaining_memory_errors(f"rank {context.rank}{coords}"),
+        memory_snapshot(config.train, context),
     ):
         torch.manual_seed(config.train.seed)
         reset_peak_memory(device)
@@ -160,11 +161,12 @@ def choose_hooks(config: Config, tokenizer: str | None, *, planned: PlannedPeak 
 
 
 HOST_ALLOCATOR = "can't allocate memory"  # in a plain RuntimeError
+NOT_DETERMINISTIC = "does not have a deterministic implementation"  # as well
 
 
 @contextmanager
 def explaining_memory_errors(rank_text: str) -> Iterator[None]:
-    """Raise errors of allocators in the block as a `LocalFault`; all others pass.
+    """Raise errors of allocators, and of `--deterministic-mode`, as one message; all others pass.
 
     Args:
         rank_text: names this rank, as "rank 1 (dp1)".
@@ -173,6 +175,9 @@ def explaining_memory_errors(rank_text: str) -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
         reason = str(error) or type(error).__name__
+        if NOT_DETERMINISTIC in reason:
+            what, why = "--deterministic-mode cannot be kept", reason.partition(",")[0]
+            raise EnvironmentFault(what, why=why, fix="leave it out, or what needs this operator") from error
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and HOST_ALLOCATOR not in reason:
             raise
         raise LocalFault(

@@ -32,6 +32,7 @@ OF_OUTPUT = ("loss", "grad_norm", "skipped", "loss_scale")  # numbers on the dev
 OPTIONAL = (
     *("valid_loss", "valid_bits_per_byte", "evaluation", "decoupled_lr", "data_stage", "seq_length", "skipped_on"),
     *("loss_deviation", "spike_score", "save_stall_s", "failed_saves", "slowest_rank", "wait_for_slowest"),
+    "busy_s",
 )
 
 
@@ -136,6 +137,7 @@ class StepReport:
     # a share of the step time. None on one rank and on GPUs, where the host does not wait
     slowest_rank: int | None = None
     wait_for_slowest: float | None = None
+    busy_s: Sequence[float] | None = None  # with log_straggler: seconds of each rank in it without waits for others
     save_stall_s: float | None = None  # seconds for which saves blocked this rank since the last row; None without one
     spikes: SpikeScore | None = None  # losses of the run so far; reports are read in order
     skipped_on: str | None = None  # ranks on which steps since the last logged one were not finite; None if none was
@@ -189,9 +191,11 @@ class SlowestRank:
 
     Args:
         context: device and heartbeat of this rank.
+        logs_all: whether reports have the times of all ranks, for `--log-straggler`.
     """
 
-    def __init__(self, context: ParallelContext) -> None:
+    def __init__(self, context: ParallelContext, *, logs_all: bool) -> None:
+        self._logs_all = logs_all
         self._heartbeat, self._is_measured = context.heartbeat, context.device.type == "cpu"
         self._waited_before_s = self._busy_s = self._step_time_s = 0.0  # of the last step
 
@@ -203,6 +207,7 @@ class SlowestRank:
     def finish(self, report: StepReport, busy_s: Sequence[float]) -> None:
         """Report the slowest rank of the previous step, and keep this step's busy time for the next report."""
         if len(busy_s) > 1 and self._step_time_s:
+            report.busy_s = busy_s if self._logs_all else None
             slowest = max(range(len(busy_s)), key=busy_s.__getitem__)
             others_s = (sum(busy_s) - busy_s[slowest]) / (len(busy_s) - 1)
             report.slowest_rank = slowest

@@ -40,6 +40,7 @@ def test_other_spellings_lead_to_values_of_their_field() -> None:
         ("--learning-rat 1", "unknown flag --learning-rat; did you mean --lr?"),
         ("optim.learning_rat=1", "unknown key optim.learning_rat; did you mean optim.lr?"),
         ("--learning-rate 1", "unknown flag --learning-rate; did you mean --lr?"),
+        ("--s3-path x", "unknown flag --s3-path; nanotrain train --help=all lists the flags"),  # no refused flag
         ("--no-shufle", "did you mean --no-shuffle?"),
         ("trian.lr=3", "unknown key trian.lr; did you mean"),
         ("optim.lrr=3", "unknown key optim.lrr; did you mean optim.lr?"),

@@ -8,6 +8,7 @@ from nanotrain.config.translate import is_same
 from nanotrain.errors import ConfigError
 
 YARN = "yarn"
+MLA = "--multi-latent-attention --position-embedding-type rope"
 GPT3 = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --lr 1e-4"
 
 
@@ -55,6 +56,14 @@ def loaded(arguments: str) -> Loaded:
         ("--split '99,1,0'", {"data.split": "99,1,0"}),
         ("--window-size 127,0", {"model.window_size": 127}),
         ("--window-size (127,0)", {"model.window_size": 127}),
+        ("--record-memory-history", {"train.memory_snapshot_path": "snapshot.pickle"}),
+        ("--record-memory-history --memory-snapshot-path m.pickle", {"train.memory_snapshot_path": "m.pickle"}),
+        ("--log-straggler --disable-straggler-on-startup", {"train.log_straggler": False}),
+        ("--rerun-mode disabled --error-injection-rate 0", {}),
+        ("--lr-decay-style wsd --lr-wsd-decay-iters 10", {"optim.lr_decay_style": "WSD"}),
+        (f"{MLA} --rope-type yarn --rotary-scaling-factor 4", {"model.position_embedding_type": "yarn"}),
+        (f"{MLA} --rope-type yarn", {"model.position_embedding_type": "rope"}),  # as YaRN with a factor of 1
+        (f"{MLA} --rope-type rope --rotary-scaling-factor 4", {"model.position_embedding_type": "rope"}),
         ("--eval-iters 0", {"train.eval_iters": 0}),
         ("--eval-iters -1", {"train.eval_iters": 0}),
         ("--sequence-parallel", {"parallel.sequence_parallel": False}),
@@ -74,6 +83,9 @@ def test_a_flag_becomes_values_of_fields(arguments, values):
             "an expert at its capacity keeps the tokens with the highest router weights",
         ),
         ("--rope-type llama3", "it takes rope or yarn"),
+        ("--rerun-mode validate_results", "steps are not repeated to find faulty hardware"),
+        ("--error-injection-rate 0.1", "no faults are injected"),
+        ("--no-save-optim --rollback-on-spike 3", "leave out --no-save-optim or --rollback-on-spike"),
         ("--moe-router-dtype fp64", "router logits and scores are fp32"),
         ("--distributed-backend mpi", "NCCL on GPUs, gloo on CPUs"),
         (

@@ -1,13 +1,14 @@
 """What is found before a run: all mistakes in one message, on the device that it has."""
 
 import pytest
+import torch
 
 from nanotrain.comm.parallel_context import Launch
 from nanotrain.config.config import Fp8Config, Fp8Format
 from nanotrain.config.load import load
 from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.train import checks
-from nanotrain.train.checks import CHECKS, Start, check, check_prometheus, require_fp8
+from nanotrain.train.checks import CHECKS, Start, check, check_prometheus, check_records, require_fp8
 from tests.train.small_run import SIZES
 
 
@@ -38,6 +39,25 @@ def test_a_missing_package_is_named_before_the_run(monkeypatch):
     check_prometheus(start_of("--mock-data"))
     with pytest.raises(ConfigError, match=r"pip install 'nanotrain\[prometheus\]'"):
         check_prometheus(start)
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "message"),
+    [
+        (
+            ["--memory-snapshot-path", "m.pickle"],
+            "cpu",
+            "m.pickle on a CPU: torch records",
+        ),
+        (["--log-straggler"], "cuda", "--log-straggler on a GPU: the host does not wait for other ranks there"),
+    ],
+)
+def test_what_a_device_cannot_record_is_refused(monkeypatch, flags, kind, message) -> None:
+    monkeypatch.setattr(checks.device, "pick_device", lambda *_: torch.device(kind))
+    start = start_of("--mock-data", *flags)
+    with pytest.raises(ConfigError, match=message):
+        check_records(start)
+    check_records(start_of("--mock-data"))
 
 
 def precision(recipe: str, name: Fp8Format = "e4m3") -> Fp8Config:

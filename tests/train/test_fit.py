@@ -266,7 +266,7 @@ def test_the_slowest_rank_is_reported(ctx, tmp_path):
         Slow.other = ctx.heartbeat
     barrier(ctx.control)
     spy, batches = Spy(), []
-    with small_run(tmp_path, "--train-iters", "4", context=ctx) as run:
+    with small_run(tmp_path, "--train-iters", "4", "--log-straggler", context=ctx) as run:
         read = run.batch_iterator.next
         run.batch_iterator.next = lambda **given: batches.append(read(**given)) or batches[-1]
         train(run, *([Slow()] if ctx.rank == 1 else []), spy)
@@ -277,5 +277,6 @@ def test_the_slowest_rank_is_reported(ctx, tmp_path):
         assert all(each[0] <= step_s - 0.1 for each, step_s in zip(busy_s, steps_s, strict=False)), (
             "waiting is not busy"
         )
+    assert [report.busy_s for report in spy.reports] == [None, *busy_s]
     assert [report.slowest_rank for report in spy.reports] == [None, *(each.index(max(each)) for each in busy_s)]
     assert all(0 < report.wait_for_slowest <= 1.0 for report in spy.reports[1:])

@@ -1,12 +1,15 @@
 """`python -m nanotrain.train`: exit codes, which rank prints, and the outputs of a run."""
 
 import json
+import os
 import re
 
 import pytest
+import torch
 
 from nanotrain.comm import device
 from nanotrain.config.load import load
+from nanotrain.train import fit
 from nanotrain.train import main as entry
 from nanotrain.train.main import INTERRUPTED, WAIT_FOR_FIRST_RANK_S, main
 from tests.train.small_run import arguments, metrics_of
@@ -70,6 +73,34 @@ def test_the_same_command_with_more_steps_resumes_and_with_the_same_has_nothing_
     assert main(arguments(tmp_path, "--train-iters", "0")) == 0
     assert "--train-iters 0: everything is built, nothing is trained" in capfd.readouterr().err
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_deterministic_mode_is_on_while_a_run_trains(tmp_path, monkeypatch):
+    seen, train = [], fit.fit
+    cudnn, matmul, fill = torch.backends.cudnn, torch.backends.cuda.matmul, torch.utils.deterministic
+    reduces = matmul.allow_bf16_reduced_precision_reduction
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+
+    def note(run, hooks):
+        train(run, hooks)
+        seen.append((torch.get_deterministic_debug_mode(), cudnn.deterministic, fill.fill_uninitialized_memory))
+        seen.append((os.environ["NCCL_ALGO"], os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+        seen.append((matmul.allow_bf16_reduced_precision_reduction,))
+
+    monkeypatch.setattr(fit, "fit", note)
+    flags = ["--train-iters", "1", "--bf16", "--no-save"]
+    try:
+        assert main(arguments(tmp_path / "off", *flags)) == 0
+        flags += ["--deterministic-mode", "--disable-bf16-reduced-precision-matmul"]
+        assert main(arguments(tmp_path / "on", *flags)) == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+        cudnn.deterministic, fill.fill_uninitialized_memory = False, True
+        matmul.allow_bf16_reduced_precision_reduction = reduces
+    off = [(0, False, True), ("Ring", None), (reduces,)]
+    assert seen == [*off, (2, True, False), ("Ring", ":4096:8"), (False,)]
 
 
 def test_a_mistake_is_one_message_and_exit_code_2(tmp_path, capfd, naps):

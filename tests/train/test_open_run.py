@@ -9,7 +9,7 @@ import torch
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
 from nanotrain.data.corpus_info import CorpusInfo, write_info
-from nanotrain.errors import LocalFault
+from nanotrain.errors import EnvironmentFault, LocalFault
 from nanotrain.train import fit as fit_module
 from nanotrain.train import main as entry
 from nanotrain.train.evaluate import EvaluateHook
@@ -76,6 +76,13 @@ def test_the_allocators_of_host_and_gpu_and_of_python(fail, why):
     with pytest.raises(LocalFault, match=expected) as raised, explaining_memory_errors("rank 3 (dp3)"):
         fail()
     assert "\n" not in str(raised.value)
+
+
+def test_an_operator_without_a_deterministic_algorithm_is_one_message():
+    reason = "put_ does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True)'"
+    expected = "^--deterministic-mode cannot be kept: put_ does not have a deterministic implementation; leave it out"
+    with pytest.raises(EnvironmentFault, match=expected), explaining_memory_errors("rank 0"):
+        raise RuntimeError(reason)
 
 
 def test_another_error_keeps_its_traceback():

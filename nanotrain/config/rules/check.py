@@ -74,6 +74,9 @@ def validate_for_world(config: Config, world_size: int, *, expected_dp: int | No
     """
     dp = config.parallel.data_parallel_size(world_size)
     check_data_parallel_size(dp, expected_dp, world_size=world_size)
+    if absent := [rank for rank in config.train.profile_ranks if rank >= world_size]:
+        why, fix = f"the run has {count_of(world_size, 'rank')}, from 0", "leave it out of --profile-ranks"
+        raise ConfigError(f"profile_ranks has rank {absent[0]}", why=why, fix=fix)
     check_batches(config, dp)
     count, batch_size = num_microbatches(config.train, dp), global_batch_size(config.train, dp)
     if count > MAX_MICROBATCHES:

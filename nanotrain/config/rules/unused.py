@@ -140,5 +140,6 @@ def without_effect(config: Config, entry: Entry, *, rule: Unused) -> ConfigError
     change = f"change {' or '.join(cause.flag for cause in causes)}"
     if len(causes) == 1 and causes[0].kind is bool:
         change = f"set {argument_of(causes[0].name, not value_of(config, causes[0].key))}"
-    fix = f"leave {entry.flag} out or {rule.fix or change}"
+    flag = argument_of(entry.name, value) if entry.kind is bool else entry.flag
+    fix = f"leave {flag} out or {rule.fix or change}"
     return ConfigError(f"{entry.key} = {typed(value)} has no effect", why=rule.why, fix=fix)

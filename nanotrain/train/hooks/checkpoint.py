@@ -16,6 +16,7 @@ from typing import Any
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.commit import set_aside_after
+from nanotrain.checkpoint.compatibility import kind_of
 from nanotrain.config.schema import to_dict
 from nanotrain.errors import NanotrainError
 from nanotrain.log import get_logger
@@ -106,6 +107,8 @@ class CheckpointHook(Hook):
         run.context.heartbeat.begin("checkpoint")
         writer = checkpointer or run.checkpointer
         tensors = run.optimizer.tensors_to_save() | run.parts.tensors_to_save()
+        if not run.config.checkpoint.save_optim:
+            tensors = {box: tensor for box, tensor in tensors.items() if kind_of(box.name) != "optimizer"}
         # While steps are skipped the weights may be lost already, and an older checkpoint be the one to go back to.
         prunes = self._report is None or not self._report.output.skipped
         content: dict[str, Any] = {

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -151,6 +152,7 @@ def describe(
         (f"{memory_label} {last.peak_memory_bytes / 1e9:.2f} GB", 7),
         (f"data wait {wait:.1%}" if wait >= NOTABLE_WAIT else "", 2),
         (_describe_slowest(reports), 4),
+        (_describe_busy(reports), 0),
         (f"save stall {stall:.2f} s" if stall else "", 2),
         (f"eta {remaining}", 1),
     ]
@@ -197,3 +199,12 @@ def _describe_slowest(reports: list[StepReport]) -> str:
     slowest = max(set(ranks), key=ranks.count)
     wait = sum(report.wait_for_slowest or 0.0 for report in reports if report.slowest_rank == slowest) / len(ranks)
     return f"wait for rank {slowest} {wait:.0%}" if wait >= NOTABLE_LAG else ""
+
+
+def _describe_busy(reports: list[StepReport]) -> str:
+    """The least and the most mean seconds in which a rank did not wait, with `--log-straggler`; else empty."""
+    means = [fmean(times) for times in zip(*(report.busy_s for report in reports if report.busy_s), strict=True)]
+    if not means:
+        return ""
+    fast, slow = means.index(min(means)), means.index(max(means))
+    return f"busy {means[fast]:.3f} s (rank {fast}) to {means[slow]:.3f} s (rank {slow})"

@@ -1,7 +1,18 @@
-"""torch profiler traces of some steps in `profile/` of the run folder, one file per rank."""
+"""What torch records of some ranks, of all unless `--profile-ranks` is set.
+
+ProfileHook       profiler traces of some steps, in `profile/` of the run folder, one file per rank
+memory_snapshot   the history of GPU memory in `--memory-snapshot-path`, also where a run ends for lack of it
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from torch.profiler import profile
 
+from nanotrain.comm.device import start_memory_history, write_memory_history
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import TrainConfig
 from nanotrain.log import get_logger
 from nanotrain.runs.files import free_space
 from nanotrain.train.hooks.hook import Hook
@@ -37,7 +48,8 @@ class ProfileHook(Hook):
 
     def _start_before(self, run: Run, *, step: int) -> None:
         train = run.config.train
-        if self._profiler is None and train.profile_step_start <= step <= train.profile_step_end:
+        is_profiled = train.profile_step_start <= step <= train.profile_step_end and is_recorded(train, run.context)
+        if self._profiler is None and is_profiled:
             self._profiler = profile(record_shapes=True)  # of the CPU, and of the GPU where there is one
             self._profiler.start()
 
@@ -60,3 +72,27 @@ class ProfileHook(Hook):
         # torch raises nothing where the disk is full and leaves this file
         path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
         log.warning("no profile: %s cannot be written: %s", path, free_space(path))
+
+
+def is_recorded(train: TrainConfig, context: ParallelContext) -> bool:
+    """Whether this rank is one of `--profile-ranks`."""
+    return not train.profile_ranks or context.rank in train.profile_ranks
+
+
+@contextmanager
+def memory_snapshot(train: TrainConfig, context: ParallelContext) -> Iterator[None]:
+    """Record the allocations of this rank's GPU in the block, and write them in the end, also after an error."""
+    if train.memory_snapshot_path is None or not is_recorded(train, context):
+        yield
+        return
+    path = Path(train.memory_snapshot_path)
+    path = path.with_name(f"{path.stem}-rank-{context.rank:05d}{path.suffix}")
+    start_memory_history(context.device)
+    try:
+        yield
+    finally:
+        try:
+            write_memory_history(path)
+            log.info("wrote memory snapshot %s; https://pytorch.org/memory_viz draws it", path)
+        except (OSError, RuntimeError) as error:
+            log.warning("no memory snapshot: %s", error)

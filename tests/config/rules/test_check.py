@@ -90,6 +90,13 @@ def test_data_parallel_size_only_checks():
         validate_for_world(Config(), 4, expected_dp=2)
 
 
+def test_the_world_must_have_the_ranks_that_are_profiled():
+    config = config_of(profile=True, profile_ranks=[0, 2])
+    validate_for_world(config, 3)
+    with pytest.raises(ConfigError, match="profile_ranks has rank 2: the run has 2 ranks, from 0"):
+        validate_for_world(config, 2)
+
+
 def test_optimizer_instances_are_trainable():
     validate(config_of(num_distributed_optimizer_instances=2, data_parallel_sharding_strategy="optim"), to_train=True)
 

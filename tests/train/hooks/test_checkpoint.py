@@ -12,7 +12,7 @@ from nanotrain.checkpoint import checkpointer
 from nanotrain.checkpoint.report import describe, verify
 from nanotrain.checkpoint.retention import prune
 from nanotrain.checkpoint.store import complete_checkpoints, read_manifest
-from nanotrain.errors import EnvironmentFault, TrainingFault
+from nanotrain.errors import CheckpointError, EnvironmentFault, TrainingFault
 from nanotrain.runs.files import StorageFault
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.hook import Hook
@@ -32,6 +32,23 @@ def test_it_saves_at_every_interval_and_once_at_the_end(tmp_path, steps, interva
     with small_run(tmp_path, "--train-iters", str(steps), "--save-interval", str(interval)) as run:
         train(run, CheckpointHook())
     assert saved(tmp_path) == expected
+
+
+def test_a_checkpoint_without_optimizer_state_says_so_and_is_gone_on_from_by_its_weights(tmp_path):
+    flags = ("--no-save-optim", "--ema-decay", "0.9")
+    with small_run(tmp_path, "--train-iters", "2", *flags) as run:
+        train(run, CheckpointHook())
+    manifest = read_manifest(tmp_path / "checkpoints" / "step-00000002")
+    assert {name.split("/")[0] for name in manifest.tensors} == {"model", "ema"}
+    assert "optimizer   no state: of --no-save-optim" in describe(tmp_path)
+    with (
+        pytest.raises(CheckpointError, match="step 2 has weights alone: .* --no-load-optim to go on at step 2"),
+        small_run(tmp_path, "--train-iters", "3", *flags),
+    ):
+        pass
+    with small_run(tmp_path, "--train-iters", "3", "--no-load-optim") as run:
+        train(run, CheckpointHook())
+    assert "no state" not in describe(tmp_path)
 
 
 def test_only_the_newest_are_kept(tmp_path):

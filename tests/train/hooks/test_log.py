@@ -63,6 +63,13 @@ def test_a_line_names_the_rank_that_the_others_wait_for_only_where_the_wait_is_n
     assert "wait for" not in describe([even], train_iters=9, num_devices=4)
 
 
+def test_a_line_names_the_fastest_and_the_slowest_rank_if_asked():
+    reports = [report_of(5), report_of(6, busy_s=[0.2, 0.1, 0.3]), report_of(7, busy_s=[0.3, 0.3, 0.4])]
+    line = describe(reports, train_iters=9, num_devices=3, width=60)
+    assert "busy 0.200 s (rank 1) to 0.350 s (rank 2)" in line
+    assert "busy" not in describe([report_of(5)], train_iters=9, num_devices=3)
+
+
 @pytest.mark.parametrize(("wait_s", "shown"), [(0.04, False), (0.06, True)])
 def test_a_wait_for_data_is_shown_from_a_twentieth_of_the_step(wait_s: float, shown: bool) -> None:
     line = describe([report_of(5, step_time_s=1.0, data_wait_s=wait_s)], train_iters=9, num_devices=1)

@@ -2,11 +2,15 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.profiler import profiler as profile
 
+from nanotrain.config.config import TrainConfig
 from nanotrain.report.timeline import hidden_share, read_timeline
+from nanotrain.train.hooks import profile as hook
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.profile import ProfileHook
 from tests.harness import run_ranks
@@ -28,6 +32,32 @@ def test_a_trace_of_the_asked_steps_is_written(tmp_path, logged):
     names = [event.get("name", "") for event in trace["traceEvents"]]
     assert sum("Optimizer.step#adam" in name for name in names) == 2  # one for each of the two steps
     assert any("wrote profile" in line for line in logged)
+
+
+@pytest.mark.parametrize(("rank", "number"), [("0", 1), ("1", 0)])
+def test_only_ranks_of_the_list_write_a_trace(tmp_path, rank, number):
+    with small_run(tmp_path, "--train-iters", "3", *TWO_STEPS, "--profile-ranks", rank) as run:
+        train(run, ProfileHook())
+    assert len(traces(tmp_path)) == number
+
+
+def test_the_history_of_memory_is_written_after_an_error_too(tmp_path, monkeypatch, logged):
+    written: list[Path] = []
+    monkeypatch.setattr(hook, "start_memory_history", lambda device: written.append(Path(device.type)))
+    monkeypatch.setattr(hook, "write_memory_history", written.append)
+    settings = TrainConfig(memory_snapshot_path=str(tmp_path / "m.pickle"), profile_ranks=[0])
+    rank_0, rank_1 = (SimpleNamespace(rank=rank, device=torch.device("cuda")) for rank in (0, 1))
+    with pytest.raises(MemoryError), hook.memory_snapshot(settings, rank_0):
+        raise MemoryError
+    assert written == [Path("cuda"), tmp_path / "m-rank-00000.pickle"]
+    with hook.memory_snapshot(settings, rank_1), hook.memory_snapshot(TrainConfig(), rank_0):
+        pass
+    assert len(written) == 2
+    # a file that cannot be written ends no run
+    monkeypatch.setattr(hook, "write_memory_history", lambda path: path.write_bytes(b""))
+    with hook.memory_snapshot(TrainConfig(memory_snapshot_path=str(tmp_path / "none" / "m")), rank_0):
+        pass
+    assert any(line.startswith("no memory snapshot: ") for line in logged)
 
 
 def test_an_early_end_writes_what_there_is(tmp_path):
