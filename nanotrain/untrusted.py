@@ -1,7 +1,6 @@
 """Parse JSON that may be damaged or hostile, and check its values one by one.
 
     read_file, unreadable                 the bytes of a regular file of bounded size, or why there are none
-    require_file                          the same check of a file that a library reads
     parse_json                            text -> value; ValueError for anything but plain JSON of bounded depth
     whole_number, finite_number,          a value of the expected type and range, else ValueError with the field's name
     text_of, object_of, list_of,
@@ -49,11 +48,6 @@ def read_file(
             if until.search(content, max(0, len(content) - 2 * BLOCK_BYTES)):
                 break
         return bytes(content)
-
-
-def require_file(path: Path, *, most: int = MAX_FILE_BYTES) -> None:
-    """Check a file that a library reads by its name, as `read_file` does."""
-    _require_size(os.stat(path), most)
 
 
 def _require_size(status: os.stat_result, most: int) -> None:

@@ -104,7 +104,7 @@ def export_hf(argv: Sequence[str]) -> int:
             argument("folder", type=local_path, help="the Hugging Face folder to write"),
             DTYPE,
             argument("--family", help=family_help),
-            argument("--tokenizer", type=local_path, help="tokenizer.json or folder to copy next to the weights"),
+            argument("--tokenizer", help="the one to write next to the weights, or none; unset: the run's"),
             argument("--ema", action="store_true", help="write the moving average of the weights (--ema-decay)"),
             argument("--push", metavar="OWNER/NAME", help=push_help),
         ).parse_args(argv)

@@ -13,6 +13,7 @@ from pathlib import Path
 import tokenizers
 
 from nanotrain.data.token_format import prefix_of
+from nanotrain.data.tokenizer import VOCABULARY, ByteTokenizer
 from nanotrain.errors import ConfigError, DataError
 from nanotrain.runs.files import write_text
 from nanotrain.untrusted import MAX_TOKENIZER_BYTES, object_of, parse_json, read_file, text_of, whole_number
@@ -89,7 +90,7 @@ def require_same_tokenizer(prefixes: Iterable[Path]) -> None:
         return
     (first, tokenizer), *others = known.items()
     for prefix, other in others:
-        if not may_be_same_tokenizer(tokenizer, other):
+        if is_same_tokenizer(tokenizer, other) is False:
             raise ConfigError(
                 f"{first} and {prefix} were prepared with different tokenizers",
                 why=f"those are {tokenizer} and {other}, in which the same id is different text",
@@ -108,7 +109,7 @@ def require_tokenizer_of(model: str | None, source: str) -> None:
         ConfigError: they have another one.
     """
     corpus = recorded_tokenizer(prefix_of(source))
-    if model is not None and corpus is not None and not may_be_same_tokenizer(model, corpus):
+    if model is not None and corpus is not None and is_same_tokenizer(model, corpus) is False:
         raise ConfigError(
             f"{source} was prepared with another tokenizer than the model's",
             why=f"those are {corpus} and {model}, in which the same id is different text",
@@ -116,26 +117,27 @@ def require_tokenizer_of(model: str | None, source: str) -> None:
         )
 
 
-def may_be_same_tokenizer(first: str, second: str) -> bool:
-    """Whether two tokenizers, as `load_tokenizer` takes them, may give the same ids; False only if they differ."""
+def is_same_tokenizer(first: str, second: str) -> bool | None:
+    """Whether two tokenizers, as `load_tokenizer` takes them, give the same ids; None if one of them is unknown."""
     contents = [_content(first), _content(second)]
-    if first == second or None in contents or contents[0] == contents[1]:  # Gemma 3's takes a second to parse
+    if first != second and None in contents:
+        return None
+    if contents[0] == contents[1]:  # Gemma 3's takes a second to parse
         return True
-    if "bytes" in (first, second):
-        return False
     try:
         parsed = [object_of(parse_json(_normalized(content)), "it") for content in contents if content is not None]
     except ValueError:
-        return True  # reported where it is loaded
+        return None  # reported where it is loaded
     return all(parsed[0].get(part) == parsed[1].get(part) for part in _PARTS)
 
 
 def _content(tokenizer: str) -> bytes | None:
     """The definition of a tokenizer; None if it is unknown or cannot be read."""
     if tokenizer == "bytes":
-        return b""
+        return ByteTokenizer().as_fast().backend.to_str().encode()
+    path = Path(tokenizer)
     try:
-        return read_file(Path(tokenizer) / "tokenizer.json", most=MAX_TOKENIZER_BYTES)
+        return read_file(path if path.is_file() else path / VOCABULARY, most=MAX_TOKENIZER_BYTES)
     except (OSError, ValueError):
         return None
 

@@ -12,14 +12,18 @@ Encoding adds no special tokens; `prepare` ends each document with `eod`. Every 
     encode        text -> ids
     decode        ids -> text, without special tokens
     save          writes a folder and returns its name, or "bytes" if there is nothing to write
+
+The folder holds all files that the tokenizer was loaded from, and what transformers' AutoTokenizer needs beside them.
 """
 
 import json
+import os
 import socket
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
@@ -27,12 +31,21 @@ import tokenizers
 
 from nanotrain.errors import DataError
 from nanotrain.paths import expanded, local_path
-from nanotrain.runs.files import write_text
-from nanotrain.untrusted import MAX_TOKENIZER_BYTES, parse_json, read_file, require_file, text_of
+from nanotrain.runs.files import write_bytes
+from nanotrain.untrusted import MAX_TOKENIZER_BYTES, object_of, parse_json, read_file, text_of, unreadable
 
 # Usual names of the end-of-document token, for a bare tokenizer.json, which does not name it.
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[EOS]", "[SEP]")
 _CONNECT_TIMEOUT_S = 3.0  # to the hub
+Files: TypeAlias = Mapping[str, bytes] | None  # contents by name
+_ANY_CLASS = "PreTrainedTokenizerFast"  # transformers' class of whatever a tokenizer.json holds
+VOCABULARY, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+VOCABULARY_FILES = (VOCABULARY, "tokenizer.model", "vocab.json")  # of a Hugging Face folder, each enough
+# What a tokenizer consists of in a Hugging Face folder, and the settings of generation, which name its tokens.
+TOKENIZER_FILES = (
+    *(*VOCABULARY_FILES, SETTINGS, "special_tokens_map.json", "added_tokens.json", "merges.txt", "vocab.txt"),
+    *("spiece.model", "sentencepiece.bpe.model", "chat_template.jinja", "generation_config.json"),
+)
 
 
 @dataclass(frozen=True)
@@ -57,17 +70,33 @@ class ByteTokenizer:
         """Write nothing: the name is enough to load it."""
         return "bytes"
 
+    def as_fast(self) -> "FastTokenizer":
+        """The same tokenizer as a byte-level BPE without merges, which other libraries load."""
+        plain = {*range(33, 127), *range(161, 173), *range(174, 256)}  # bytes that GPT-2 writes as their own character
+        characters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())  # those first, then those of the others
+        vocabulary = dict(zip(characters, sorted(range(256), key=lambda byte: byte not in plain), strict=True))
+        backend = _byte_level(tokenizers.models.BPE(vocabulary, merges=[]))
+        backend.add_special_tokens([_EOD_NAMES[0]])
+        backend.encode_special_tokens = True  # text never becomes an end-of-document token
+        settings = {"tokenizer_class": _ANY_CLASS, "eos_token": _EOD_NAMES[0], "split_special_tokens": True}
+        return FastTokenizer(backend, files={SETTINGS: _json_bytes(settings)})
+
 
 class FastTokenizer:
     """A tokenizer of the `tokenizers` library, with `eod_text` or a usual name as end-of-document token.
 
     Truncation and padding stored in the file are switched off; transformers ignores them too.
+
+    Args:
+        backend: the tokenizer of the library.
+        eod_text: text of the end-of-document token; None for a usual name.
+        files: contents of the files that it was loaded from, by their names in a folder.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, eod_text: str | None = None) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, *, eod_text: str | None = None, files: Files = None) -> None:
         backend.no_truncation()
         backend.no_padding()
-        self.backend = backend
+        self.backend, self.files = backend, dict(files or {})
         vocabulary = backend.get_vocab(with_added_tokens=True)
         names = [eod_text] if eod_text is not None else _EOD_NAMES
         self.eod_text = next((name for name in names if name in vocabulary), None)
@@ -85,12 +114,23 @@ class FastTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.backend.decode(list(ids), skip_special_tokens=True))
 
-    def save(self, folder: Path) -> str:
-        """Write tokenizer.json and the tokenizer_config.json that transformers' AutoTokenizer needs."""
+    def save(self, folder: Path, *, as_any_class: bool = False) -> str:
+        """Write the files it was loaded from, with a tokenizer_config.json that names its end-of-document token.
+
+        Args:
+            folder: created if absent; the settings are written last.
+            as_any_class: the settings name no class of a model family, which would build another tokenizer from the
+                vocabulary.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eod_text}
-        write_text(folder / "tokenizer.json", self.backend.to_str(pretty=True))
-        write_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
+        files = {VOCABULARY: self.backend.to_str(pretty=True).encode(), **self.files}
+        settings = parse_json(self.files.get(SETTINGS, b"{}"), allow_nan=True)
+        dropped = ("auto_map", "added_tokens_decoder", "tokenizer_class") if as_any_class else ()
+        if as_any_class or SETTINGS not in files or _eos_in(settings) != self.eod_text:
+            kept = {name: value for name, value in settings.items() if name not in dropped}
+            files[SETTINGS] = _json_bytes({"tokenizer_class": _ANY_CLASS, **kept, "eos_token": self.eod_text})
+        for name in sorted(files, key=SETTINGS.__eq__):
+            write_bytes(folder / name, files[name])
         return folder.name
 
 
@@ -150,7 +190,18 @@ def load_tokenizer(name: str) -> Tokenizer:
         return _load_gpt2(vocab_file, merge_file)
     loaded = _load_pretrained(str(path) if path.is_dir() else name)
     backend = getattr(loaded, "backend_tokenizer", None)
-    return FastTokenizer(backend, eod_text=loaded.eos_token) if backend is not None else SlowTokenizer(loaded)
+    if backend is None:
+        return SlowTokenizer(loaded)
+    with TemporaryDirectory(prefix="nanotrain-tokenizer-") as saved:
+        loaded.save_pretrained(saved)
+        files = _read_files(Path(saved)) | (_read_files(path) if path.is_dir() else {})
+    return FastTokenizer(backend, eod_text=loaded.eos_token, files=files)
+
+
+def load_with_files(name: str) -> FastTokenizer | SlowTokenizer:
+    """Load a tokenizer whose `save` writes all files: bytes too, as a byte-level BPE."""
+    loaded = load_tokenizer(name)
+    return loaded.as_fast() if isinstance(loaded, ByteTokenizer) else loaded
 
 
 def is_local(name: str) -> bool:
@@ -164,25 +215,40 @@ def is_local(name: str) -> bool:
 
 def _load_gpt2(vocab_file: str, merge_file: str) -> FastTokenizer:
     try:
-        for name in (vocab_file, merge_file):
-            require_file(Path(name), most=MAX_TOKENIZER_BYTES)
-        backend = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(vocab_file, merge_file))
+        files = {
+            name: read_file(Path(path), most=MAX_TOKENIZER_BYTES)
+            for name, path in (("vocab.json", vocab_file), ("merges.txt", merge_file))
+        }
+        backend = _byte_level(tokenizers.models.BPE.from_file(vocab_file, merge_file))
     except Exception as error:  # the library raises bare Exception
         fix = "name GPT-2's two files with --vocab-file and --merge-file"
         raise DataError(f"{vocab_file} and {merge_file} are no tokenizer", why=str(error), fix=fix) from None
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
     special = [name for name in _EOD_NAMES if backend.token_to_id(name) is not None]
     backend.add_special_tokens(special)
-    return FastTokenizer(backend)
+    return FastTokenizer(backend, files=files)
+
+
+def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
+    """GPT-2's tokenizer with a model."""
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return backend
 
 
 def _load_fast(file: Path) -> FastTokenizer:
-    settings = file.with_name("tokenizer_config.json")
-    eod_text = _eos_of(settings) if settings.is_file() else None
+    beside = _read_files(file.parent, TOKENIZER_FILES if file.name == VOCABULARY else (SETTINGS,))
+    try:
+        settings = object_of(parse_json(beside.get(SETTINGS, b"{}"), allow_nan=True), "it")
+        eod_text = _eos_in(settings)
+    except (ValueError, TypeError, KeyError) as error:
+        what = f"{file.with_name(SETTINGS)} cannot be read"
+        raise DataError(what, why=str(error), fix="correct or remove it") from None
     try:
         content = read_file(file, most=MAX_TOKENIZER_BYTES)
-        tokenizer = FastTokenizer(tokenizers.Tokenizer.from_buffer(content), eod_text=eod_text)
+        backend = tokenizers.Tokenizer.from_buffer(content)
+        backend.encode_special_tokens = settings.get("split_special_tokens") is True
+        tokenizer = FastTokenizer(backend, eod_text=eod_text, files={**beside, VOCABULARY: content})
         tokenizer.decode(tokenizer.encode("a b"))  # a damaged file may load and fail at the first text
     except BaseException as error:  # the library raises bare Exception, and its panics are no Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -193,16 +259,36 @@ def _load_fast(file: Path) -> FastTokenizer:
     return tokenizer
 
 
-def _eos_of(settings: Path) -> str | None:
+def _read_files(folder: Path, names: Sequence[str] = TOKENIZER_FILES) -> dict[str, bytes]:
+    """The contents of the files of a tokenizer but tokenizer.json, which is read where it is parsed.
+
+    Raises:
+        DataError: one of them cannot be read, or is a link out of the folder, whose target would be copied.
+    """
+    files = {}
+    for name in names:
+        path = folder / name
+        if name == VOCABULARY or not os.path.lexists(path):
+            continue
+        target = path.resolve()
+        try:
+            if target.parent.name != "blobs" and not target.is_relative_to(folder.resolve()):  # blobs: the hub's cache
+                raise ValueError(f"it is a link to {target}, and runs and exports copy the files of their tokenizer")
+            files[name] = read_file(path, most=MAX_TOKENIZER_BYTES)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read", why=unreadable(error), fix="correct or remove it") from None
+    return files
+
+
+def _eos_in(settings: Mapping[str, Any]) -> str | None:
     """The text of the end-of-document token that a tokenizer_config.json names."""
-    try:
-        eos = parse_json(read_file(settings), allow_nan=True)["eos_token"]
-        eos = eos["content"] if isinstance(eos, dict) else eos
-        return None if eos is None else text_of(eos, "eos_token")
-    except KeyError:
-        return None
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{settings} cannot be read", why=str(error), fix="correct or remove it") from None
+    eos = settings.get("eos_token")
+    eos = eos["content"] if isinstance(eos, dict) else eos
+    return None if eos is None else text_of(eos, "eos_token")
+
+
+def _json_bytes(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
 
 
 def _load_pretrained(name: str) -> Any:
@@ -215,7 +301,7 @@ def _load_pretrained(name: str) -> Any:
         # False, not None: None asks on the terminal, and "y" would run the repository's code.
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, ImportError, KeyError: depends on the repository
-        what = "is a folder without tokenizer.json" if Path(name).is_dir() else "is no local tokenizer.json or folder"
+        what = "is a folder without tokenizer.json" if Path(name).is_dir() else "is no tokenizer.json or folder here"
         raise DataError(
             f"the tokenizer {name} cannot be loaded",
             why=f"it {what}, and Hugging Face reports: {first_line(error)}",

@@ -6,7 +6,7 @@ The manifest of a checkpoint contains the configuration, so its path is enough.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -21,9 +21,11 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.model import ModelConfig, MTPConfig
 from nanotrain.config.schema import config_from_dict
-from nanotrain.data.build import tokenizer_of, uses_quickstart
+from nanotrain.data.build import first_blend, tokenizer_of, uses_quickstart
 from nanotrain.data.corpus_info import recorded_tokenizer
-from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
+from nanotrain.data.data_path import parse_data_path
+from nanotrain.data.token_format import idx_path
+from nanotrain.data.tokenizer import SETTINGS, VOCABULARY_FILES, Tokenizer, load_tokenizer
 from nanotrain.errors import CheckpointError, DataError
 from nanotrain.inference.generate import Generation, Sampling, encode_prompts, stream_texts
 from nanotrain.model.context import ModelParallel
@@ -39,12 +41,8 @@ from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec
 from nanotrain.topology.groups import GroupName
 
-if TYPE_CHECKING:
-    from nanotrain.interop.hf.companions import Companions
-
 SHARDED_AXES: tuple[GroupName, ...] = ("tp", "ep", "etp")  # of a model that generates
 PREFIX, AVERAGE = "model/", "ema/"  # of the names of main params and of their moving average in a checkpoint
-VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # of a Hugging Face folder, each enough
 HUGGING_FACE_SEQ_LENGTH = 2048  # tokens per window of a model whose training is unknown
 
 
@@ -157,15 +155,30 @@ def _build_shards(model_config: ModelConfig, context: ParallelContext, *, dtype:
 def tokenizer_name(checkpoint: OpenedCheckpoint) -> str | None:
     """The tokenizer of the run, as `load_tokenizer` takes it; None if unknown.
 
-    It is --tokenizer-model, else that of the first corpus of --data-path, else that of the quick-start corpus.
+    It is the one in the run folder. In a folder without one (of an older version) it is --tokenizer-model, else that of
+    the first corpus of --data-path, else that of the quick-start corpus.
     """
     data = checkpoint.config.data
     if checkpoint.is_hugging_face:
         return data.tokenizer_model
+    stored = RunFolder(checkpoint.path.parent.parent).tokenizer
+    if checkpoint.path.parent.name == "checkpoints" and (stored / SETTINGS).is_file():
+        return str(stored)
     if not uses_quickstart(data) or data.tokenizer_model:
         return tokenizer_of(data)
     prefix = find_quickstart(RunFolder(checkpoint.path.parent.parent).data, data.quickstart_vocab_size)
     return None if prefix is None else recorded_tokenizer(prefix)
+
+
+def why_unknown(checkpoint: OpenedCheckpoint) -> str:
+    """Why `tokenizer_name` is None."""
+    if checkpoint.is_hugging_face:
+        return f"there is none of {', '.join(VOCABULARY_FILES)} in the folder"
+    paths = first_blend(checkpoint.config.data)
+    prefix = parse_data_path(paths)[0].prefix if paths else None
+    if prefix is not None and not idx_path(prefix).is_file():
+        return f"the run folder holds none, and the corpus {prefix} of the training is not in {Path.cwd()}"
+    return "--tokenizer-model was not set, and the corpus was prepared without one"
 
 
 @dataclass(frozen=True)
@@ -269,9 +282,7 @@ def load_model(
     """
     name = tokenizer or tokenizer_name(checkpoint)
     if name is None:
-        why = "--tokenizer-model was not set, and the corpus was prepared without one"
-        if checkpoint.is_hugging_face:
-            why = f"there is none of {', '.join(VOCABULARY_FILES)} in the folder"
+        why = why_unknown(checkpoint)
         fix = "set --tokenizer, for example to bytes, a folder or a tokenizer.json"
         raise DataError(f"{checkpoint.path} has no tokenizer", why=why, fix=fix)
     loaded = load_tokenizer(name)  # before the weights, which take longer
@@ -286,7 +297,7 @@ def export_checkpoint(
     *,
     dtype: str = "fp32",
     family: str | None = None,
-    tokenizer: Path | None = None,
+    tokenizer: str | Path | None = None,
     ema: bool = False,
 ) -> str:
     """Write the weights of a checkpoint as a Hugging Face folder, one tensor at a time; returns a summary line.
@@ -297,10 +308,11 @@ def export_checkpoint(
         dtype: dtype of the exported weights: fp32, bf16 or fp16.
         family: a `model_type` of Hugging Face; None for that of the pretrained checkpoint that the run started from,
             else the first that can represent the model.
-        tokenizer: a tokenizer.json or a folder to copy beside the weights; None for the run's, if it is local, and
-            that of the pretrained checkpoint where the run's is the same or unknown.
+        tokenizer: name or path of the tokenizer to write beside the weights, as `load_tokenizer` takes it, or "none";
+            None for the run's, and that of the pretrained checkpoint where the run's is the same or unknown.
         ema: whether the moving average of the weights is written (`--ema-decay`).
     """
+    from nanotrain.interop.hf.companions import Companions, fullest_tokenizer
     from nanotrain.interop.hf.export import export_weights
     from nanotrain.interop.hf.names import expert_bias_shapes
 
@@ -309,22 +321,10 @@ def export_checkpoint(
     names = [checkpoint.prefix + spec.name for spec in declare_model(ModelShape.of(model_config))]
     names += [f"router/{name}" for name in expert_bias_shapes(model_config)]
     tensors = ((name.partition("/")[2], tensor) for name, tensor in read_global_tensors(checkpoint.path, names))
-    companions = _companions(checkpoint, tokenizer)
-    written = export_weights(folder, model_config, tensors=tensors, dtype=dtype, family=family, companions=companions)
-    return f"{folder}: {written}, {dtype}, from {checkpoint.path}"
-
-
-def _companions(checkpoint: OpenedCheckpoint, tokenizer: Path | None) -> "Companions":
-    """The files copied beside the weights: the given tokenizer, else the run's if it is a local path."""
-    from nanotrain.interop.hf.companions import Companions, is_same_tokenizer
-
     pretrained = checkpoint.config.checkpoint.pretrained_checkpoint
     origin = None if pretrained is None else Path(pretrained)
-    name = None if tokenizer is not None else tokenizer_name(checkpoint)
-    if name is None:
-        return Companions(tokenizer, origin)
-    if not Path(name).exists():
-        return Companions(None, origin, is_retokenized=True)
-    # `prepare` writes a copy of its tokenizer beside the corpus, without a chat template and other settings
-    is_copy = origin is not None and is_same_tokenizer(Path(name), origin)
-    return Companions(None if is_copy else Path(name), origin)
+    chosen = fullest_tokenizer(tokenizer_name(checkpoint), origin) if tokenizer is None else str(tokenizer)
+    companions = Companions(None if chosen == "none" else chosen, origin)
+    written = export_weights(folder, model_config, tensors=tensors, dtype=dtype, family=family, companions=companions)
+    lacking = f"; without a tokenizer: {why_unknown(checkpoint)}" if chosen is None else ""
+    return f"{folder}: {written}, {dtype}, from {checkpoint.path}{lacking}"

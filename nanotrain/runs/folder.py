@@ -9,6 +9,7 @@ runs/<name>/
   report.html        the report of the run
   run.lock           held by the job that trains in the folder
   checkpoints/       step-00000100/ ...
+  tokenizer/         all files of the tokenizer
   data/              the quick-start corpus, if it is used
   profile/, tensorboard/, wandb/   if enabled
 """
@@ -53,6 +54,7 @@ class RunFolder:
         self.samples = path / "samples.jsonl"
         self.report = path / "report.html"
         self.data = path / "data"
+        self.tokenizer = path / "tokenizer"
 
     def check_writable(self) -> None:
         """Check that this folder, and that of its checkpoints if there is one, can be written; creates nothing.

@@ -21,11 +21,13 @@ from nanotrain.config.notation import moves_mtp_layers, read_stages
 from nanotrain.data.build import first_blend
 from nanotrain.data.corpus_info import read_info
 from nanotrain.data.data_path import parse_data_path
-from nanotrain.errors import EnvironmentFault, LocalFault
+from nanotrain.data.tokenizer import load_with_files
+from nanotrain.errors import DataError, EnvironmentFault, LocalFault
 from nanotrain.log import get_logger
 from nanotrain.memory.block_transforms import describe_activations
 from nanotrain.optim.lr import LRSchedule
 from nanotrain.quantities import count_of, describe_count
+from nanotrain.runs.files import OTHER_FOLDER, disk_errors, make_folder, remove_folder
 from nanotrain.spec.counts import num_active_parameters, num_parameters
 from nanotrain.train.build import build_run
 from nanotrain.train.evaluate import EvaluateHook
@@ -91,6 +93,7 @@ def describe(run: Run, *, planned: MemoryPlan | None) -> None:
     }
     inputs.folder.add_start(text, step=run.state.step, world_size=world_size)
     inputs.folder.write_description(text, facts, secret=config.train.notify)
+    keep_tokenizer(inputs, config.checkpoint.pretrained_checkpoint)
     width = max(shutil.get_terminal_size().columns if sys.stderr.isatty() else MAX_WIDTH, MIN_WIDTH)
     attention = str(AttentionChoice.of(config, AttentionDevice.of(context.device)))
     log.info("%s", header(run.plan, inputs, device=name, attention=attention, width=width))
@@ -101,6 +104,34 @@ def describe(run: Run, *, planned: MemoryPlan | None) -> None:
         log.info("--train-iters 0: everything is built, nothing is trained")
     elif done >= steps:
         log.info("nothing to do: step %d of %d is done; a larger --train-iters goes on from there", done, steps)
+
+
+def keep_tokenizer(inputs: RunInputs, pretrained: str | None) -> None:
+    """Copy the tokenizer into the run folder, where generation, evaluation and exports find it from everywhere.
+
+    Args:
+        inputs: open inputs of the run.
+        pretrained: the Hugging Face folder with the initial weights, whose tokenizer is taken where the run's is the
+            same or unknown.
+
+    Raises:
+        EnvironmentFault: the folder cannot be written, or holds files that are not nanotrain's.
+    """
+    from nanotrain.interop.hf.companions import fullest_tokenizer  # few runs need Hugging Face's families
+
+    name = fullest_tokenizer(inputs.tokenizer, None if pretrained is None else Path(pretrained))
+    folder = inputs.folder.tokenizer
+    if name is None or folder in (Path(name), Path(name).parent):
+        return
+    try:
+        tokenizer = load_with_files(name)
+    except DataError as error:  # steps need none
+        log.info("the run folder gets no tokenizer: %s", error)
+        return
+    remove_folder(folder)
+    make_folder(folder, fix=f"{OTHER_FOLDER}, or move its content")
+    with disk_errors(folder):
+        tokenizer.save(folder)
 
 
 def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> RunInputs:

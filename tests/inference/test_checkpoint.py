@@ -86,9 +86,9 @@ def test_the_same_seed_writes_the_same_text(tmp_path):
 
 def test_a_run_without_a_tokenizer_writes_no_text_unless_given_one(tmp_path):
     write_run(tmp_path, tokenizer=None)
-    with pytest.raises(DataError, match="the corpus was prepared without one; set --tokenizer"):
+    with pytest.raises(DataError, match="holds none, and the corpus text of the training is not in .*--tokenizer"):
         load_checkpoint(tmp_path)
-    export_checkpoint(tmp_path, tmp_path / "hf", dtype="fp32")
+    assert "; without a tokenizer: the run folder" in export_checkpoint(tmp_path, tmp_path / "hf", dtype="fp32")
     with pytest.raises(DataError, match="none of tokenizer.json, tokenizer.model, vocab.json in the folder"):
         load_checkpoint(tmp_path / "hf")
     (tmp_path / "hf" / "vocab.json").write_text("{}")

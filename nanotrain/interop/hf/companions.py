@@ -4,32 +4,39 @@ The origin of a model is the Hugging Face folder that its weights were imported 
 one that this folder's config.json describes, config.json is written as it is there, with entries that nanotrain does
 not read; so import and export are the identity. Another model gets its own config.json with the special tokens of the
 origin.
+
+A tokenizer is exported only as transformers' AutoTokenizer loads it alike: with equal ids, and the same end-of-document
+token. AutoTokenizer builds the tokenizers of some families from the vocabulary alone, whatever else tokenizer.json
+holds; where that gives other ids, the settings are those of any class.
 """
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
 from nanotrain.config.model import ModelConfig
 from nanotrain.config.schema import value_of, with_values
+from nanotrain.data.corpus_info import is_same_tokenizer
+from nanotrain.data.tokenizer import VOCABULARY_FILES, FastTokenizer, SlowTokenizer, first_line, load_with_files
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical, free_keys
 from nanotrain.interop.hf.families import model_from_hf, read_config
-from nanotrain.interop.hf.tables import read_tables
 from nanotrain.runs.files import write_text
-from nanotrain.untrusted import MAX_TOKENIZER_BYTES, object_of, parse_json, read_file
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
-TOKENIZER_FILES: tuple[str, ...] = tuple(read_tables()["tokenizer_files"])
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Entries that do not hold for what is exported: the weights are dequantized, and no code of the folder is copied.
 _NOT_EXPORTED = ("quantization_config", "auto_map")
+# Texts whose ids are compared, beside all special tokens and texts of the whole vocabulary.
+_TEXTS = (
+    " a|a |  a  b   c|\n|a\n\n b\r\n\tc|I'm we'LL 1234567.8|gr\u00f6\u00dfer e\u0301 \ufb01|\u65e5\u672c\u3002|\u0645"
+    "|\u0928 \U0001f469\u200d\U0001f467 \U0001f3f3\ufe0f|\u00a0\u2003\u200b\ufeff|\u2581a <0x0A> \u0120"
+)
+_IDS_PER_TEXT = 64
 
 
 @dataclass(frozen=True)
@@ -37,30 +44,19 @@ class Companions:
     """Where files beside the weights are copied from.
 
     Attributes:
-        tokenizer: a tokenizer.json or a folder with tokenizer files; None for those of the origin.
+        tokenizer: the tokenizer, as `load_tokenizer` takes it; None for none.
         origin: the Hugging Face folder that the model was imported from, if it is known and still there.
-        is_retokenized: the model was trained with a tokenizer that is not the origin's and not a local file, so that
-            none is copied.
     """
 
-    tokenizer: Path | None = None
+    tokenizer: str | None = None
     origin: Path | None = None
-    is_retokenized: bool = False
-
-    @property
-    def tokenizer_source(self) -> Path | None:
-        """The file or folder from which tokenizer files are copied; None for none."""
-        if self.tokenizer is not None or self.origin is None or self.is_retokenized:
-            return self.tokenizer
-        return self.origin if _tokenizer_files(self.origin) else None
 
     @cached_property
     def has_own_tokenizer(self) -> bool:
         """Whether the special tokens of the origin are those of the tokenizer."""
-        source = self.tokenizer_source
-        if self.origin is None or self.is_retokenized:
-            return False
-        return source is None or source.resolve() == self.origin.resolve() or is_same_tokenizer(source, self.origin)
+        if self.origin is None or self.tokenizer is None:
+            return self.origin is not None
+        return self.tokenizer == str(self.origin) or bool(is_same_tokenizer(self.tokenizer, str(self.origin)))
 
     @cached_property
     def origin_config(self) -> dict[str, Any]:
@@ -90,54 +86,49 @@ class Companions:
         tokens = {name: raw[name] for name in SPECIAL_TOKENS if name in raw}
         return {**written, **(tokens if self.has_own_tokenizer else {})}, None
 
-    def copy_tokenizer(self, folder: Path) -> dict[str, Any]:
-        """Copy tokenizer files; returns the entries of config.json with the ids of another tokenizer's special tokens.
+    def write_tokenizer(self, folder: Path) -> dict[str, Any]:
+        """Write the tokenizer beside config.json; returns the entries of config.json that name its special tokens.
 
         Raises:
-            HuggingFaceError: there are none, or they cannot be read.
+            DataError: it cannot be loaded.
+            HuggingFaceError: transformers loads another one from its files.
         """
-        source = self.tokenizer_source
-        if source is None:
+        if self.tokenizer is None:
             return {}
-        files = _tokenizer_files(source)
-        if not files:
-            why = f"none of {', '.join(TOKENIZER_FILES)} exists"
-            fix = "give a tokenizer.json or its folder"
-            raise HuggingFaceError(f"{source} contains no tokenizer", why=why, fix=fix)
-        for file in files:
-            shutil.copyfile(file, folder / ("tokenizer.json" if source.is_file() else file.name))
-        return {} if self.has_own_tokenizer else _special_tokens(folder, source)
+        tokenizer = load_with_files(self.tokenizer)
+        tokenizer.save(folder)
+        loaded, difference = _load_again(tokenizer, folder)
+        if difference and isinstance(tokenizer, FastTokenizer):
+            tokenizer.save(folder, as_any_class=True)
+            loaded, difference = _load_again(tokenizer, folder)
+        if difference:
+            raise HuggingFaceError(
+                f"transformers' AutoTokenizer does not load {self.tokenizer} as nanotrain does",
+                why=difference,
+                fix="give another --tokenizer or --family, or --tokenizer none to export the weights alone",
+            )
+        roles = () if self.has_own_tokenizer else ("bos", "eos")
+        return {f"{role}_token_id": getattr(loaded, f"{role}_token_id") for role in roles}
 
     def write_generation_config(self, folder: Path, tokens: Mapping[str, Any]) -> None:
-        """Copy generation_config.json of the tokenizer's folder, else of an origin with this tokenizer.
+        """Keep generation_config.json of the tokenizer, else copy that of an origin with this tokenizer.
 
         Without either one is written from `tokens`, the ids of the special tokens.
         """
-        for source in (self.tokenizer, self.origin if self.has_own_tokenizer else None):
-            if source is not None and (source / GENERATION_FILE).is_file():
-                shutil.copyfile(source / GENERATION_FILE, folder / GENERATION_FILE)
-                return
-        if tokens:
-            write_text(folder / GENERATION_FILE, json.dumps(dict(tokens), indent=2, sort_keys=True) + "\n")
+        target = folder / GENERATION_FILE
+        if target.is_file():
+            return
+        if self.origin is not None and self.has_own_tokenizer and (self.origin / GENERATION_FILE).is_file():
+            shutil.copyfile(self.origin / GENERATION_FILE, target)
+        elif known := {name: token for name, token in tokens.items() if token is not None}:
+            write_text(target, json.dumps(known, indent=2, sort_keys=True) + "\n")
 
 
-def is_same_tokenizer(first: Path, second: Path) -> bool:
-    """Whether both encode alike: tokenizer.json is the same except for formatting and what nanotrain does not use."""
-    contents = []
-    for source in (first, second):
-        try:
-            file = source if source.is_file() else source / "tokenizer.json"
-            tokenizer = tokenizers.Tokenizer.from_buffer(read_file(file, most=MAX_TOKENIZER_BYTES))
-        except Exception:  # tokenizers raises no narrower class
-            return False
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        contents.append(tokenizer.to_str())
-    return contents[0] == contents[1]
-
-
-def _tokenizer_files(source: Path) -> list[Path]:
-    return [source] if source.is_file() else [source / name for name in TOKENIZER_FILES if (source / name).exists()]
+def fullest_tokenizer(name: str | None, origin: Path | None) -> str | None:
+    """The tokenizer of a model: its origin's where `name` is a copy of that, which may lack files, or unknown."""
+    if origin is None or not any((origin / file).is_file() for file in VOCABULARY_FILES):
+        return name
+    return str(origin) if name is None or is_same_tokenizer(name, str(origin)) else name
 
 
 def _describes(folder: Path, model_config: ModelConfig) -> bool:
@@ -150,21 +141,27 @@ def _describes(folder: Path, model_config: ModelConfig) -> bool:
     return canonical(with_values(model_config, free)) == canonical(described)
 
 
-def _special_tokens(folder: Path, source: Path) -> dict[str, Any]:
-    settings, vocabulary = folder / "tokenizer_config.json", folder / "tokenizer.json"
-    if not (settings.exists() and vocabulary.exists()):
-        return {}
+def _load_again(tokenizer: FastTokenizer | SlowTokenizer, folder: Path) -> tuple[Any, str]:
+    """A saved tokenizer as transformers loads it, and in what it differs; "" if in nothing."""
+    from transformers import AutoTokenizer  # takes seconds
+
     try:
-        added = parse_json(vocabulary.read_bytes(), allow_nan=True).get("added_tokens", ())
-        ids = {token["content"]: token["id"] for token in added}
-        names = object_of(parse_json(settings.read_bytes(), allow_nan=True), settings.name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise HuggingFaceError(f"{source} contains no tokenizer", why=why, fix="give another --tokenizer") from None
-    entries: dict[str, Any] = {}
-    for role in ("bos", "eos"):
-        token = names.get(f"{role}_token")
-        content = token.get("content") if isinstance(token, dict) else token
-        if content in ids:
-            entries[f"{role}_token_id"] = ids[content]
-    return entries
+        loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        for text in _texts(tokenizer):
+            theirs, ours = loaded.encode(text, add_special_tokens=False), tokenizer.encode(text)
+            if theirs != ours:
+                name = type(loaded).__name__
+                return loaded, f"{name} encodes {ascii(text[:40])} as {theirs[:8]}, and nanotrain as {ours[:8]}"
+    except Exception as error:  # the library raises many
+        return None, first_line(error)
+    if loaded.eos_token_id != tokenizer.eod:
+        return loaded, f"its end-of-document token is {loaded.eos_token_id}, and that of the training {tokenizer.eod}"
+    return loaded, ""
+
+
+def _texts(tokenizer: FastTokenizer | SlowTokenizer) -> Iterator[str]:
+    yield from _TEXTS.split("|")
+    if isinstance(tokenizer, FastTokenizer):
+        yield from (f"a {token}{token} b" for token in map(str, tokenizer.backend.get_added_tokens_decoder().values()))
+    for first in range(0, tokenizer.vocab_size, _IDS_PER_TEXT):
+        yield tokenizer.decode(range(first, min(first + _IDS_PER_TEXT, tokenizer.vocab_size)))

@@ -2,7 +2,9 @@
 
 assemble    tensors are assembled from their parameters (GPT-2's c_attn has three)
 shard       and written in files of at most MAX_SHARD_BYTES, each as soon as it is full
-finish      index, tokenizer files, model card, config.json; the folder is whole, or not there
+finish      index, model card, config.json; the folder is whole, or not there
+
+The tokenizer is written first, since it may be refused.
 """
 
 import json
@@ -66,20 +68,21 @@ def export_weights(
     mappings = map_parameters(model_config, FAMILIES[family])
     copies = mtp_copies(model_config, FAMILIES[family])
     nbytes = _num_elements(mappings, copies) * TORCH_DTYPES[dtype].itemsize
-    name, has_tokenizer = folder.resolve().name, companions.tokenizer_source is not None
+    name, has_tokenizer = folder.resolve().name, companions.tokenizer is not None
     with export_folder(folder, nbytes=nbytes) as temporary:
+        written = config_to_hf(model_config, family=family, dtype=torch_name(dtype))
+        config, same_file = companions.config(model_config, written)
+        write_text(temporary / CONFIG_FILE, json.dumps(config))  # AutoTokenizer reads it
+        tokens = companions.write_tokenizer(temporary)
         shards = _ShardWriter(temporary)
         for stored, tensor in _assemble(tensors, mappings, dtype=TORCH_DTYPES[dtype]):
             shards.add(stored, tensor)
             for copy in copies.get(stored, ()):
                 shards.add(copy, tensor.clone())  # a file refuses two names of one storage
         shards.finish()
-        tokens = companions.copy_tokenizer(temporary)
         companions.write_generation_config(temporary, tokens)
         card = model_card(model_config, name=name, family=family, dtype=dtype, has_tokenizer=has_tokenizer)
         write_text(temporary / CARD_FILE, card)
-        written = config_to_hf(model_config, family=family, dtype=torch_name(dtype))
-        config, same_file = companions.config(model_config, written)
         if same_file is not None and not tokens:
             shutil.copyfile(same_file, temporary / CONFIG_FILE)
         else:

@@ -23,7 +23,7 @@ from nanotrain.checkpoint.store import describe_not_finite, step_of
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.schema import config_from_dict, to_dict, unnest
 from nanotrain.data.build import first_blend, uses_quickstart
-from nanotrain.data.corpus_info import may_be_same_tokenizer, recorded_tokenizer
+from nanotrain.data.corpus_info import is_same_tokenizer, recorded_tokenizer
 from nanotrain.data.data_path import parse_data_path
 from nanotrain.errors import NanotrainError
 from nanotrain.inference.checkpoint import OpenedCheckpoint, tokenizer_name
@@ -140,7 +140,7 @@ def _warn_of_other_tokenizer(weights: str | None, data: DataConfig, *, path: Pat
         return
     prefix = parse_data_path(first_blend(data))[0].prefix
     corpus = recorded_tokenizer(prefix)
-    if corpus is not None and corpus != weights and not may_be_same_tokenizer(weights, corpus):
+    if corpus is not None and is_same_tokenizer(weights, corpus) is False:
         log.info(  # of the first rank; a warning would be one of each rank
             "warning: the weights of %s belong to the tokenizer %s, but %s was prepared with %s, in which the same id"
             " is different text: the loss starts high; prepare the corpus with --tokenizer %s",

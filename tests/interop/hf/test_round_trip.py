@@ -23,15 +23,16 @@ from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import RunInputs
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.interop.hf.reference import CONFIG_CLASSES, CONFIGS, reference
+from tests.interop.hf.tiny_tokenizers import qwen
 from tests.laws.test_any_topology import save_step
 from tests.laws.worlds import Case, UnevenDataset, config_of
 
 SIZES = {"strategy": "optim", "tp": 2, "pp": 2, "etp": 1, "ep": 2}
 STEP = Path("checkpoints", "step-00000000")
 FIRST = {family: name for name, (family, _) in reversed(CONFIGS.items())}  # a name of each family
-TOKENIZER = {
-    "tokenizer.json": '{"version": "1.0", "added_tokens": [{"id": 5, "content": "<end>"}]}\r\n',
-    "tokenizer_config.json": '{"eos_token":"<end>"}',
+TOKENIZER = {  # of a class that transformers takes in every family
+    "tokenizer.json": qwen().to_str() + "\r\n",
+    "tokenizer_config.json": '{"eos_token":"<|im_end|>",\r\n"tokenizer_class":"Qwen2Tokenizer"}',
     "chat_template.jinja": "{{ messages }}",
     "generation_config.json": '{"eos_token_id": [3, 5],\r\n "temperature": 0.25}',
 }
