@@ -252,3 +252,8 @@ class Config:
         shares = data.split.split(",")
         is_divided = not (data.mock_data or data.train_data_path or data.valid_data_path)
         return not is_divided or len(shares) > 1 and float(shares[1]) > 0
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run validates or scores tasks."""
+        return self.validates or bool(self.train.eval_tasks and self.train.eval_interval)

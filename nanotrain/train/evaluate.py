@@ -238,14 +238,14 @@ class EvaluateHook(Hook):
             self._sizes = bytes_per_token(load_tokenizer(self._tokenizer), run.config.model.vocab_size)
         if run.state.step == 0 and run.config.train.train_iters > 0:
             results = validate(run, self._sizes)
-            if results is not None:
+            if results:
                 log.info("validation loss before training: %.4f", Evaluation.total(list(results.values())).loss)
 
     def after_step(self, run: Run, report: StepReport) -> None:
         train = run.config.train
         if report.step % train.eval_interval == 0 or report.step == train.train_iters:
             results = validate(run, self._sizes)
-            if results is not None:
+            if results:
                 total = Evaluation.total(list(results.values()))
                 report.valid_loss, report.valid_bits_per_byte = total.loss, total.bits_per_byte
             report.evaluation = (_by_name(results or {}) | self._score_tasks(run)) or None
@@ -263,7 +263,7 @@ class EvaluateHook(Hook):
 
 
 def validate(run: Run, sizes: list[int] | None = None) -> dict[str, Evaluation] | None:
-    """Evaluate the first `eval_iters` global batches of every validation set, by name; "" is the split's.
+    """Evaluate the first `eval_iters` global batches of every validation set, by name; "" is that of the split.
 
     None if a rank received a signal during the validation: schedulers kill jobs that do not end soon.
 
@@ -274,9 +274,8 @@ def validate(run: Run, sizes: list[int] | None = None) -> dict[str, Evaluation] 
     datasets, results = run.inputs.datasets, dict[str, Evaluation]()
     forward = partial(run_forward, run.plan.valid_schedule, run.runnable, pipeline=run.pipeline)
     sampler = replace(run.plan.sampler, schedule=None, lengths=None)
-    assert datasets.valid_sets or datasets.valid, "open_inputs requires validation samples where eval_interval is set"
-    for name, samples in datasets.valid_sets.items() or [("", datasets.valid)]:
-        assert samples is not None, "checked above"
+    split = {"": datasets.valid} if datasets.valid is not None and run.config.validates else {}
+    for name, samples in (datasets.valid_sets or split).items():
         with GlobalBatchLoader(samples, sampler=sampler) as batches:
             result = _evaluate(
                 batches,

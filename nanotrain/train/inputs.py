@@ -88,7 +88,7 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
     if not entries and uses_quickstart(config.data):
         entries = [f"next-line={task_path(Path(data.data_path[0]))}"]
     tasks: tuple[Task, ...] = ()
-    if entries and config.validates:
+    if entries and config.evaluates:
         with_names = replace(config.train, eval_tasks=entries)
         tasks = read_tasks(with_names, None if tokenizer is None else load_tokenizer(tokenizer))
     checkpoint = _checkpoint_to_load(config, folder) if reads_checkpoint else None

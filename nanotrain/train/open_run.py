@@ -176,7 +176,7 @@ def choose_hooks(config: Config, tokenizer: str | None, *, planned: PlannedPeak 
     train, later_timeout_s = config.train, config.parallel.distributed_timeout_seconds_after_init
     hooks: list[tuple[bool, Hook]] = [
         (later_timeout_s is not None, TimeoutHook(later_timeout_s or 0.0)),
-        (config.validates, EvaluateHook(tokenizer)),
+        (config.evaluates, EvaluateHook(tokenizer)),
         (True, LogHook()),
         (train.debug_nan, DebugNanHook()),
         (train.check_weight_hash_across_dp_replicas_interval > 0, ReplicasHook()),

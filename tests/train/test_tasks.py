@@ -79,3 +79,9 @@ def test_the_scores_are_those_of_the_saved_model_on_one_device(tmp_path: Path, t
     assert last["task/words/accuracy"] == expected.accuracy
     assert last["task/words/accuracy_per_byte"] == expected.accuracy_per_byte
     assert last["task/words/bits_per_byte"] == pytest.approx(expected.bits_per_byte, rel=1e-6)
+
+
+def test_tasks_are_scored_without_a_validation_split(tmp_path: Path, task: Path) -> None:
+    run_ranks(1, run_command_lines, lines_of(tmp_path / "run", task, "--split 1,0,0"))
+    assert evaluations_of(tmp_path / "run")[-1]["task/words/questions"] == 21
+    assert "valid_loss" not in metrics_of(tmp_path / "run")[-1]

@@ -206,7 +206,7 @@ def peak_of(plan: Plan, kept: Activations, *, schedule: Schedule) -> Peak:
     bytes_of = {stage.spec.index: kept.stage(stage.spec) for stage in plan.stages}
     with_head = {stage.spec.index for stage in plan.stages if stage.spec.has_head}
     now, count, block, loss = 0, 0, kept.block_working(), kept.loss_working()
-    moments = [Peak(0, 0, kept.loss_working(is_training=False) if with_head and plan.config.validates else 0)]
+    moments = [Peak(0, 0, kept.loss_working(is_training=False) if with_head and plan.config.evaluates else 0)]
     for action in schedule.actions[plan.groups["pp"].index]:
         stage, is_forward = bytes_of[action.stage], action.kind is ActionKind.forward
         changes = {
