@@ -89,14 +89,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with chdir(root):
         (root / "docs").symlink_to(ROOT / "docs")
         (root / "text.txt").write_text("".join(f"text {i} of many, {i * i}\n" for i in range(200)))
-        (root / "two.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
         assert main(["prepare", "--input", "text.txt", "--output", "corpus", "--tokenizer", "bpe:300"]) == 0
         line = ["+config=tiny", "--data-path", "corpus", *SMALL.split(), "--run-dir", "runs/tiny"]
         assert main(["train", *line]) == 0
         for name in ("tp2_pp2", "slower", "char", "tiny-sweep/lr=1e-3", "tiny-sweep/lr=3e-3"):
             shutil.copytree("runs/tiny", f"runs/{name}")
         assert main(["checkpoint", "export-hf", "runs/tiny", "hf_folder"]) == 0
+        made = {path.name for path in root.iterdir()}
+        for line in (line for line in of_kind("named") if line.startswith(("mkdir", "printf"))):
+            subprocess.run(line, shell=True, check=True)
         yield root
+        ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line.startswith("/")}
+        assert {path.name for path in root.iterdir()} - made <= ignored, "left in the checkout"
+
+
+def test_a_training_that_is_shown_reaches_its_learning_rate() -> None:
+    """Those of a few steps show something else; the header of such a run states the rate that it reaches."""
+    for line in shown_commands():
+        steps, recipe = re.search(r"--train-iters (\d+)", line), re.search(r"\+config=(\w+)", line)
+        if steps and recipe and (int(steps[1]) >= 10 or re.search(r"\blr[= ]", line)):
+            warmup = load([f"+config={recipe[1]}"], to_train=False).config.optim.lr_warmup_iters
+            assert warmup < int(steps[1]), line
 
 
 @pytest.mark.parametrize("line", of_kind("ran"))

@@ -28,6 +28,7 @@ def test_the_cells_of_the_notebook_run(tmp_path, monkeypatch, capfd):
     losses = names["history"].column("loss")
     assert len(losses) == 8 and np.isfinite(losses).all() and losses[-1] < losses[0]
     assert (tmp_path / "runs" / "notebook" / "report.html").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"data", "runs"}, "which git ignores"
     out = capfd.readouterr().out
     assert "step 8/8" in out and "\ndef " in out
 

@@ -95,6 +95,15 @@ def test_without_steps_a_run_is_refused_where_what_is_built_does_not_fit():
         require_memory(config, 1, device="cpu", available=built - 1)
 
 
+def test_the_page_shows_what_is_printed():
+    page = " ".join((Path(__file__).parents[3] / "docs" / "memory.md").read_text().split())
+    table = worst_memory(config_of("+config=tiny --vocab-size 2048"), 2, device="cpu").table(9_390_000_000)
+    assert " ".join(table.split()) in page
+    with pytest.raises(ConfigError) as caught:
+        require_memory(config_of("+config=llama7b --mock-data"), 1, device="cpu", available=23_050_000_000)
+    assert f"error: {caught.value}" in page
+
+
 def advice(config, world_size: int, available: int) -> str:
     with pytest.raises(ConfigError) as caught:
         require_memory(config, world_size, device="cuda", available=available)
