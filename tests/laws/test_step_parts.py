@@ -53,10 +53,12 @@ def train(ctx: ParallelContext) -> None:
     run = build_here(ctx, CASE)
     read_blend(ctx, run)
     (stage,), scale_rows, unclipped = run.stages.values(), run.optimizer.scale_rows, dict[str, Tensor]()
+    factors: dict[str, Tensor] = {}
 
-    def clip(factors: Any) -> None:
+    def clip(of_rows: dict[str, Tensor]) -> None:
         unclipped.update(weights_of(run))
-        scale_rows(factors)
+        factors.update(of_rows)
+        scale_rows(of_rows)
 
     run.optimizer.scale_rows = clip  # type: ignore[method-assign]
     average, biases = weights_of(run), {name: torch.zeros_like(bias) for name, bias in expert_biases(stage).items()}
@@ -64,14 +66,18 @@ def train(ctx: ParallelContext) -> None:
     for step in range(CASE.steps):
         is_logged, samples = step != 1, range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)
         before, further = weights_of(run), further_loss(stage, samples)
-        losses += torch.from_numpy(by_hand(stage, samples))
+        own = torch.from_numpy(by_hand(stage, samples))
+        losses += own
         batch = run.batch_iterator.next()
         assert batch is not None
         output = train_step(run, batch, is_logged=is_logged)
         after, metrics = weights_of(run), output.metrics
 
-        clipped = {name for name, weight in after.items() if not torch.equal(weight, unclipped[name])}
-        assert clipped and all("attention.query" in name or "attention.key" in name for name in clipped)
+        loss, tokens = own.sum(dim=1).tolist()
+        assert output.loss == pytest.approx(loss / tokens, rel=1e-5)
+        for name, weight in after.items():
+            rows = factors.get(name, torch.ones(len(weight)))
+            torch.testing.assert_close(weight, unclipped[name] * rows.view(-1, *[1] * (weight.ndim - 1)))
         average = {name: DECAY * weight + (1 - DECAY) * after[name] for name, weight in average.items()}
         stored = {box.name: tensor for box, tensor in run.optimizer.tensors_to_save(only="ema").items()}
         for name, weight in average.items():
