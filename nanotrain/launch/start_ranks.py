@@ -9,18 +9,24 @@ import io
 import logging
 import os
 import signal
+import socket
 import sys
-import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 
 import torch
-from torch.distributed import DistError
+from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser, parse_min_max_nnodes
 
@@ -31,7 +37,8 @@ from nanotrain.system import STOPPED, cores_per_rank, handling_signals, require_
 
 TORCH_SIGNALS = "SIGQUIT"  # torch ends the ranks
 BYTES_PER_PROCESS = 150_000_000  # measured: 160 MB are private to a process that has imported torch
-LOCAL = "localhost"  # where ranks of one machine meet
+LOCAL = "127.0.0.1"  # where ranks of one machine meet
+LOCAL_BACKEND = "nanotrain-local"
 DEFAULT_PORT = 29500  # of --master-port, torchrun's
 
 
@@ -131,13 +138,40 @@ def read_options(options: Sequence[str], program: Sequence[str]) -> Namespace:
     if args.standalone or (
         args.rdzv_backend == "static"
         and not args.rdzv_endpoint
-        and args.master_port is None
+        and args.master_addr in (LOCAL, "localhost")
         and parse_min_max_nnodes(args.nnodes)[1] == 1
-    ):  # one machine: a free port, so that two jobs do not meet
-        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", f"{LOCAL}:0", str(uuid.uuid4())
-        args.local_addr = args.local_addr or LOCAL  # torch's default is the machine's name, which may not be known
+    ):  # one machine: unless a port is set a free one, so that two jobs do not meet
+        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = LOCAL_BACKEND, f"{LOCAL}:{args.master_port or 0}", "local"
     args.master_port = args.master_port or DEFAULT_PORT
     return args
+
+
+class LocalRendezvous(StaticTCPRendezvous):
+    """The meeting point of the ranks of one machine: torch's, but its store listens on the loopback interface alone.
+
+    Args:
+        params: torch's parameters; the port in their endpoint is 0 for a free one.
+
+    Raises:
+        RendezvousConnectionError: the port is taken.
+    """
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        port = int(params.endpoint.rpartition(":")[2])
+        try:
+            listener = socket.create_server((LOCAL, port))
+        except OSError as error:
+            raise RendezvousConnectionError(f"port: {port}, {os.strerror(error.errno or 0)}") from None
+        port = listener.getsockname()[1]
+        super().__init__(LOCAL, port, rank=0, world_size=1, run_id=params.run_id, timeout=60)
+        self._store = TCPStore(LOCAL, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+    def get_backend(self) -> str:
+        """Its name, which torch compares with the option."""
+        return LOCAL_BACKEND
+
+
+rendezvous_handler_registry.register(LOCAL_BACKEND, LocalRendezvous)
 
 
 def local_world_size(text: str) -> int:

@@ -5,10 +5,11 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, RendezvousTimeoutError
 from torch.distributed.run import get_args_parser
 
 from nanotrain.cli.launch import launch
@@ -16,6 +17,8 @@ from nanotrain.errors import ConfigError, EnvironmentFault, TopologyError
 from nanotrain.launch import start_ranks as launcher
 from nanotrain.launch.start_ranks import (
     DEFAULT_PORT,
+    LOCAL_BACKEND,
+    LocalRendezvous,
     exit_code,
     local_world_size,
     passing_signals_on,
@@ -154,13 +157,31 @@ def test_one_machine_takes_a_free_port_and_several_meet_where_they_are_told(port
     parser.set_defaults(master_port=port)
     monkeypatch.setattr(launcher, "get_args_parser", lambda: parser)
     one_machine = read_options(["--nproc-per-node=2"], ["nanotrain.train", "--save", "x"])
-    assert (one_machine.rdzv_backend, one_machine.rdzv_endpoint) == ("c10d", "localhost:0")
-    assert one_machine.local_addr == "localhost", "not the name of the machine, which may not be known"
+    assert (one_machine.rdzv_backend, one_machine.rdzv_endpoint) == (LOCAL_BACKEND, "127.0.0.1:0")
+    assert read_options(["--master-port=1234"], ["nanotrain"]).rdzv_endpoint == "127.0.0.1:1234"
     assert read_options(["--nproc-per-node=2", "--local-addr=a"], ["nanotrain"]).local_addr == "a"
     assert one_machine.log_dir == os.devnull and one_machine.training_script_args == ["--save", "x"]
     many = read_options(["--nnodes=2", "--node-rank=1", "--master-addr=host", "--tee=3"], ["nanotrain"])
     assert (many.rdzv_backend, many.rdzv_endpoint, many.master_addr, many.log_dir) == ("static", "", "host", None)
     assert many.local_addr is None
+
+
+def listening() -> set[str]:
+    """Addresses of all listening TCP sockets of this network, as the kernel writes them."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return {row[1] for row in rows if row[3] == "0A"}
+
+
+def test_the_ranks_of_one_machine_meet_where_no_other_machine_can_connect():
+    before = listening()
+    meeting = LocalRendezvous(RendezvousParameters(LOCAL_BACKEND, "127.0.0.1:0", "local", 1, 1))
+    info = meeting.next_rendezvous()
+    new = {
+        address for address in listening() - before if address.endswith(f"{info.bootstrap_store_info.master_port:X}")
+    }
+    assert {address.partition(":")[0] for address in new} == {"0100007F"}  # 127.0.0.1
+    info.store.set("key", "value")
+    assert meeting.use_agent_store, "else the first rank opens a store of its own"
 
 
 def failed(**codes: int) -> dict[int, SimpleNamespace]:
