@@ -13,6 +13,7 @@ attempts, because every agent of torchrun has its own count.
     rank 0    draws the random name of the attempt and sends it in reply to every number, until all ranks have joined
 """
 
+import os
 import socket
 import time
 import uuid
@@ -168,12 +169,15 @@ def _options(backend: str, *, timeout: timedelta) -> Any:
     return options
 
 
-_POLL_S = 0.02
+_POLL_S, _CONNECT_S = 0.02, 0.5
 _RESOLVE_S = 60.0  # a name in a cluster may get its address only when its machine has started
 
 
 def meet(rank: int, world_size: int, *, timeout: timedelta) -> Store:
     """The store of this attempt at torchrun's address; arguments as for `store_of_attempt`."""
+    if rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # else this rank opens it
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        require_store(address, timeout_s=timeout.total_seconds())
     store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
     return store_of_attempt(store, rank, world_size=world_size, timeout=timeout)
@@ -196,6 +200,27 @@ def require_host(name: str, *, timeout_s: float = _RESOLVE_S) -> None:
                 fix = "set MASTER_ADDR to the name or address of the machine of rank 0"
                 raise EnvironmentFault(f"MASTER_ADDR {name!r} has no address", why=why, fix=fix) from None
         time.sleep(1.0)
+
+
+def require_store(address: tuple[str, int], *, timeout_s: float) -> None:
+    """Wait until the store accepts connections; torch would print a C++ stack for every failed one.
+
+    Raises:
+        EnvironmentFault: it does not in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection(address, timeout=max(0.1, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise EnvironmentFault(
+                    "MASTER_ADDR:MASTER_PORT {}:{} accepts no connection".format(*address),
+                    why=f"{error.strerror or error}, for {timeout_s:g} s",
+                    fix="check that rank 0 has started there, and that no firewall is between the machines",
+                ) from None
+        time.sleep(_CONNECT_S)
 
 
 def store_of_attempt(store: Store, rank: int, *, world_size: int, timeout: timedelta) -> Store:

@@ -17,7 +17,8 @@ from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 
 import torch
-from torch.distributed import DistError, TCPStore
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
@@ -31,6 +32,7 @@ from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser, parse_min_max_nnodes
 
 from nanotrain.comm.device import memory_per_rank
+from nanotrain.comm.process_groups import require_host, require_store
 from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.quantities import count_of, describe_bytes
 from nanotrain.system import STOPPED, cores_per_rank, handling_signals, require_open_files
@@ -206,6 +208,9 @@ def run_ranks(args: Namespace, stops: Sequence[int]) -> int:
     except (AssertionError, ValueError, OSError) as error:
         raise ConfigError(str(error), why="torchrun refuses it", fix="torchrun --help describes the options") from None
     config.signals_to_handle = TORCH_SIGNALS
+    if args.rdzv_backend == "static" and not args.rdzv_endpoint and args.node_rank:
+        require_host(args.master_addr)
+        require_store((args.master_addr, args.master_port), timeout_s=float(config.rdzv_configs["timeout"]))
     try:
         elastic_launch(config, entrypoint)(*arguments)
     except ChildFailedError as error:

@@ -8,6 +8,7 @@ first rank    of each machine creates a file in /dev/shm (else in the temporary 
 import mmap
 import os
 import platform
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,6 +76,30 @@ def start_time(pid: int) -> int:
     """The start time of a process in ticks since boot; 0 if unknown. A later process with its id has another."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
+
+
+def tcp_ports() -> list[int]:
+    """The local ports of this process's TCP sockets, by which other ranks name them in their errors."""
+    links = (os.path.realpath(path) for path in Path("/proc/self/fd").glob("*"))
+    sockets = {link.rpartition("socket:[")[2][:-1] for link in links}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in _read(Path("/proc/self/net", name)).splitlines()[1:]]
+    return sorted({int(row[1].rpartition(":")[2], 16) for row in rows if row[9] in sockets})
+
+
+def lost_port(error: str) -> int | None:
+    """The port at the other end of a connection that torch's error names.
+
+    gloo prints the bytes of a port in reverse.
+
+    >>> lost_port("gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:12673."), lost_port("no route")
+    (33073, None)
+    >>> lost_port("Connection closed by remote peer node7<33073>")
+    33073
+    """
+    of_gloo, of_nccl = re.search(r"peer \[\S*\]:(\d+)", error), re.search(r"peer \S+<(\d+)>", error)
+    if of_gloo:
+        return int.from_bytes(int(of_gloo[1]).to_bytes(2, "little"), "big")
+    return int(of_nccl[1]) if of_nccl else None
 
 
 def _create(num_ranks: int) -> str | None:

@@ -72,12 +72,13 @@ class Diagnosis:
     details: tuple[str, ...] = ()  # collectives in which the ranks differ
 
 
-def diagnose(views: Mapping[int, RankView], topology: Topology) -> Diagnosis:
+def diagnose(views: Mapping[int, RankView], topology: Topology, *, cut: Mapping[int, int] | None = None) -> Diagnosis:
     """Find the ranks that the others wait for.
 
     Args:
         views: views of all ranks.
         topology: topology of the run.
+        cut: rank at the other end of the connection that a rank lost, by rank.
     """
     details = tuple(_differences(views, topology))
 
@@ -89,6 +90,11 @@ def diagnose(views: Mapping[int, RankView], topology: Topology) -> Diagnosis:
     for state, text in CAUSES.items():
         if found := [rank for rank, view in views.items() if view.state == state and not view.is_done]:
             return name(found, [text] * len(found))
+    if cut:  # all ranks run: if all these connections have one rank in common, it is the one
+        ends = [{rank, peer} for rank, peer in cut.items()]
+        found = sorted(set.intersection(*ends)) or sorted(set.union(*ends))
+        pairs = ", ".join(f"{rank} to {peer}" for rank, peer in sorted(cut.items())[:MAX_ROWS])
+        return name(found, [f"runs, but connections of it were closed (from rank {pairs})"] * len(found))
     waits = {rank: _waits_for(view, views, topology=topology) for rank, view in views.items()}
     if behind := sorted({peer for peers in waits.values() for peer in peers if not waits[peer]}):
         waiting = [[other for other, peers in waits.items() if rank in peers] for rank in behind]

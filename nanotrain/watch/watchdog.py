@@ -34,7 +34,7 @@ from nanotrain.comm.work import CommunicationFault
 from nanotrain.errors import EXIT_CODE, EnvironmentFault, ReportedFault
 from nanotrain.quantities import count_of
 from nanotrain.runs.files import write_text
-from nanotrain.watch.processes import RankProcess, share_heartbeats, state_of
+from nanotrain.watch.processes import RankProcess, lost_port, share_heartbeats, state_of, tcp_ports
 from nanotrain.watch.report import Diagnosis, RankView, diagnose, report_text, unmatched_collectives
 
 REPORT, WRITTEN = "hang-report.txt", "written"
@@ -69,6 +69,7 @@ class Watchdog:
         self._hang_folder = folder / f"hang-{all_gather_object(now, context.control)[0]}"
         self._stopped, self._reporting = threading.Event(), threading.Lock()
         self._beats, self._moved = -1, time.monotonic()
+        self._ports = tcp_ports()
         self._lost_since: float | None = None
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -87,8 +88,8 @@ class Watchdog:
         self._stopped.set()
         _wait_until(self._lost)  # a killed process ends a moment later than its sockets
         with self._reporting:
-            diagnosis = self._report(f"{fault.what}: {fault.why}")
-        return fault if diagnosis is None else ReportedFault(diagnosis.headline)
+            headline = self._report(f"{fault.what}: {fault.why}")
+        return fault if headline is None else ReportedFault(headline)
 
     @contextmanager
     def reporting_before_sigterm(self) -> Iterator[None]:
@@ -134,6 +135,7 @@ class Watchdog:
     def reason_to_end(self, now: float) -> str:
         """Why the run has to end; "" if it may continue. `now` is in seconds and never decreases."""
         is_slow_by_nature = read_record(self._records[self._rank]).phase in UNTIMED_PHASES
+        is_slow_by_nature &= all(state_of(process) != "T" for process in self._local)  # stopped: no disk is that slow
         if self._heartbeat.beats != self._beats or is_slow_by_nature:
             self._beats, self._moved = self._heartbeat.beats, now
         lost, still_s = self._lost(), now - self._moved
@@ -152,25 +154,32 @@ class Watchdog:
             if not state_of(process) and read_record(self._records[process.rank]).phase not in ("finished", "failed")
         ]
 
-    def _report(self, reason: str) -> Diagnosis | None:
-        """Write the files of this rank and, on one rank, the report; None if the run folder cannot be written."""
+    def _report(self, reason: str) -> str | None:
+        """Write the files of this rank and, on one rank, the report; returns its headline.
+
+        None if the run folder cannot be written.
+        """
         self._heartbeat.alarm()
         try:
             self._hang_folder.mkdir(exist_ok=True)
             with (self._hang_folder / f"rank-{self._rank:05d}.txt").open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
             self._write_records()
+            write_text(self._file("connections"), json.dumps({"ports": self._ports, "reason": reason}))
             collectives = [asdict(each) for each in recorded_collectives()]
-            write_text(self._hang_folder / f"collectives-{self._rank:05d}.json", json.dumps(collectives))
+            write_text(self._file("collectives"), json.dumps(collectives))
+            if not self._is_writer():  # which alone lists and reads the files of all
+                written = self._hang_folder / WRITTEN  # awaited: torchrun ends all ranks as soon as one has ended
+                _wait_until(written.exists, GRACE_S / 3)
+                self._write_records()
+                _wait_until(written.exists, 2 * GRACE_S)
+                return written.read_text() if written.exists() else reason
             _wait_until(self._all_have_written)
             self._write_records()  # the states of frozen and lost processes as they are now
             views = self._views()
-            diagnosis = diagnose(views, self._topology)
-            if self._is_writer():
-                self._write_report(reason, diagnosis, views=views)
-            else:  # torchrun ends all ranks as soon as one has ended
-                _wait_until((self._hang_folder / WRITTEN).exists)
-            return diagnosis
+            diagnosis = diagnose(views, self._topology, cut=self._cut())
+            self._write_report(reason, diagnosis, views=views)
+            return diagnosis.headline
         except (OSError, EnvironmentFault) as error:
             print(f"error: {reason}; no report: {self._folder} cannot be written: {error}", file=sys.stderr, flush=True)
             return None
@@ -182,6 +191,16 @@ class Watchdog:
             for process in self._local
         }
         write_text(self._hang_folder / f"host-of-rank-{min(records):05d}.json", json.dumps(records))
+
+    def _file(self, name: str) -> Path:
+        return self._hang_folder / f"{name}-{self._rank:05d}.json"
+
+    def _cut(self) -> dict[int, int]:
+        """The rank at the other end of a connection that a rank lost, by rank, where the error names its port."""
+        files = {int(path.stem[-5:]): json.loads(path.read_text()) for path in self._hang_folder.glob("connections-*")}
+        owners = {port: rank for rank, each in files.items() for port in each["ports"]}
+        ends = {rank: lost_port(each["reason"]) for rank, each in files.items()}
+        return {rank: owners[port] for rank, port in ends.items() if port in owners and owners[port] != rank}
 
     def _recorded(self) -> dict[int, list[RecordedCollective]]:
         """The collectives in the flight recorders of all ranks that could write theirs."""
@@ -226,7 +245,7 @@ class Watchdog:
         facts = [diagnosis.headline] if reason == ALARM else [reason, diagnosis.headline]  # an alarm explains nothing
         lines = [f"error: {facts[0]}", *facts[1:], *recorded[:MAX_LINES], f"see {path}"]
         print("\n".join(lines), file=sys.stderr, flush=True)
-        write_text(self._hang_folder / WRITTEN, "")
+        write_text(self._hang_folder / WRITTEN, diagnosis.headline)
 
     def _end_frozen(self) -> None:
         """Kill stopped ranks of this machine: they cannot handle torchrun's SIGTERM, and it would wait for 30 s."""
@@ -236,9 +255,9 @@ class Watchdog:
                     os.kill(process.pid, signal.SIGKILL)
 
 
-def _wait_until(is_done: Callable[[], object]) -> None:
-    """Wait for what other ranks do, at most GRACE_S."""
-    deadline = time.monotonic() + GRACE_S
+def _wait_until(is_done: Callable[[], object], timeout_s: float = GRACE_S) -> None:
+    """Wait for what other ranks do, at most `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
     while not is_done() and time.monotonic() < deadline:
         time.sleep(0.05)
 

@@ -19,7 +19,7 @@ from nanotrain.comm.collectives import (
     gather_object,
 )
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.comm.process_groups import create_control, create_groups, require_host, store_of_attempt
+from nanotrain.comm.process_groups import create_control, create_groups, join_world, require_host, store_of_attempt
 from nanotrain.errors import EnvironmentFault
 from nanotrain.topology.topology import Topology, partitions
 from tests.harness import HANG_S, parallel_config, ranks
@@ -166,6 +166,18 @@ def test_every_attempt_has_an_empty_store_that_all_its_ranks_share():
 def test_a_rank_that_does_not_come_is_an_error_with_the_number_of_those_that_did():
     with pytest.raises(RuntimeError, match="1 of 2 ranks joined"):
         store_of_attempt(dist.HashStore(), 0, world_size=2, timeout=timedelta(seconds=0.1))
+
+
+def test_a_store_that_cannot_be_reached_is_one_error_without_stacks(monkeypatch, capfd):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with pytest.raises(
+        EnvironmentFault, match=f"127.0.0.1:{port} accepts no connection: Connection refused, for 0.2 s"
+    ):
+        join_world(1, 2, device=torch.device("cpu"), timeout=timedelta(seconds=0.2))
+    assert capfd.readouterr().err == ""
 
 
 def test_a_meeting_point_without_an_address_is_one_error_that_names_it(monkeypatch):

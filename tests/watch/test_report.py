@@ -139,3 +139,13 @@ def test_a_failed_collective_of_gloo_is_complete_and_still_found():
 
 def test_ranks_that_agree_give_no_line():
     assert unmatched_collectives({rank: [at(6, "completed")] for rank in range(4)}, WORLD) == ()
+
+
+def test_a_rank_whose_connections_were_closed_while_it_runs_is_named_with_them():
+    diagnosis = diagnose(by_rank(*map(waits, range(4))), DATA_PARALLEL, cut={0: 1, 1: 2, 3: 1})
+    assert diagnosis.ranks == (1,)
+    assert diagnosis.headline.startswith(
+        "rank 1 (dp1, host node, pid 101) runs, but connections of it were closed (from rank 0 to 1, 1 to 2, 3 to 1); "
+    )
+    both = diagnose(by_rank(*map(waits, range(4))), DATA_PARALLEL, cut={0: 1, 1: 0})
+    assert both.ranks == (0, 1)

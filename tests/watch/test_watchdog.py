@@ -7,14 +7,18 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from nanotrain.comm.heartbeat import RECORD_BYTES
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.topology.topology import Topology
+from nanotrain.watch.processes import RankProcess, start_time, state_of
 from nanotrain.watch.report import Diagnosis
 from nanotrain.watch.watchdog import ALARM, REPORT, Watchdog, timeout_of
 from tests.harness import HANG_S, parallel_config
@@ -88,6 +92,53 @@ def test_a_rank_that_moves_slowly_and_a_checkpoint_that_takes_long_are_no_reason
     assert watchdog.reason_to_end(37.0) == "rank 0 began nothing for 10 s (--hang-timeout-s 10)"
     context.heartbeat.begin("checkpoint")
     assert not any(watchdog.reason_to_end(now) for now in (40.0, 400.0))
+
+
+def stopped_child() -> Iterator[RankProcess]:
+    child = subprocess.Popen(["sleep", "600"])
+    try:
+        process = RankProcess(1, "host", child.pid, start_time(child.pid), "this machine")
+        child.send_signal(signal.SIGSTOP)
+        while state_of(process) != "T":
+            time.sleep(0.01)
+        yield process
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_rank_that_is_stopped_inside_a_save_is_a_reason(tmp_path: Path) -> None:
+    context = ParallelContext.attach(Topology.of(parallel_config(), 1))
+    watchdog = Watchdog(context, tmp_path, timeout_s=10.0)
+    context.heartbeat.begin("checkpoint")
+    assert not any(watchdog.reason_to_end(now) for now in (0.0, 400.0))
+    with contextmanager(stopped_child)() as process:
+        watchdog._local.append(process)
+        watchdog._records[1] = memoryview(bytearray(RECORD_BYTES)).cast("q")
+        assert not watchdog.reason_to_end(409.0)
+        assert watchdog.reason_to_end(410.0) == "rank 0 began nothing for 10 s (--hang-timeout-s 10)"
+
+
+def test_a_rank_whose_connections_were_cut_is_named_by_the_ports_in_the_errors_of_the_others(tmp_path: Path) -> None:
+    watchdog = Watchdog(ParallelContext.attach(Topology.of(parallel_config(), 1)), tmp_path, timeout_s=10.0)
+    watchdog._hang_folder.mkdir()
+    closed = "all_reduce #3 failed: gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:12673. GLHF!"
+    written = [([36531], closed), ([33073, 33906], ALARM), ([36457], closed), ([1], "[10.0.0.2]:12673 timed out")]
+    for rank, (ports, reason) in enumerate(written):
+        text = json.dumps({"ports": ports, "reason": reason})
+        (watchdog._hang_folder / f"connections-{rank:05d}.json").write_text(text)
+    assert watchdog._cut() == {0: 1, 2: 1}
+
+
+def test_only_the_rank_that_writes_the_report_reads_the_files_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watchdog = Watchdog(ParallelContext.attach(Topology.of(parallel_config(), 1)), tmp_path, timeout_s=10.0)
+    watchdog._hang_folder.mkdir()
+    (watchdog._hang_folder / "writer").touch()
+    (watchdog._hang_folder / "written").write_text("rank 1 was killed")
+    monkeypatch.setattr(Path, "glob", None)
+    assert watchdog._report("rank 0 began nothing") == "rank 1 was killed"
 
 
 def test_the_message_begins_with_the_cause_where_another_rank_gave_the_alarm(
