@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check --c
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install peers train test pairs check format bench gpu-check docs build clean
+.PHONY: help install peers train test pairs mutants check format bench gpu-check docs build clean
 
 help: ## show what there is to make
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -32,6 +32,9 @@ test: .venv/.installed ## the whole test suite
 
 pairs: .venv/.installed ## law tests of every pair of settings, of which the suite has 16 % (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m all_pairs tests/laws/test_every_pair.py $(ARGS)
+
+mutants: .venv/.installed ## plant known bugs one by one and list the tests that see them (an hour); ARGS="optim" for one package
+	$(BIN)/python scripts/mutants $(ARGS)
 
 check: .venv/.installed ## lint, format, types, floors and sizes
 	scripts/check

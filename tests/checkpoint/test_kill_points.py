@@ -53,8 +53,8 @@ class Disk:
         return call
 
 
-def save_until(folder: Path, limit: int, *, is_async: bool) -> bool:
-    """Save step 3 over steps 1 and 2, killed at a call; returns whether it was killed."""
+def save_until(folder: Path, limit: int, *, step: int = 3, is_async: bool) -> bool:
+    """Save 3.0 as a step beside steps 1 and 2, killed at a call; returns whether it was killed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading, "excepthook", lambda _: None)
         disk = Disk(limit, patch)
@@ -62,25 +62,25 @@ def save_until(folder: Path, limit: int, *, is_async: bool) -> bool:
         content: dict[str, Any] = {"objects": {}, "config": {}, "topology": {}}
         try:
             if is_async:
-                writer.start_save(3, tensors, **content)
+                writer.start_save(step, tensors, **content)
                 writer.wait()
             else:
-                writer.save(3, tensors, **content)
+                writer.save(step, tensors, **content)
         except Killed:
             pass
         return disk.is_killed
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["save", "start_save"])
+@pytest.mark.parametrize(("step", "is_async"), [(3, False), (3, True), (2, False)], ids=["save", "start_save", "again"])
 def test_a_kill_at_any_call_leaves_a_whole_checkpoint_and_the_next_save_cleans_up(
-    tmp_path: Path, is_async: bool
+    tmp_path: Path, step: int, is_async: bool
 ) -> None:
     instants, values = 0, []
     while True:
         folder = tmp_path / str(instants)
         for step in (1, 2):
             save(folder, step)
-        was_killed = save_until(folder, instants, is_async=is_async)
+        was_killed = save_until(folder, instants, step=step, is_async=is_async)
         resumed_from = store.checkpoint_to_resume(folder / "checkpoints")
         assert resumed_from is not None, f"after {instants} calls no checkpoint is left"
         values.append(value(folder, resumed_from))

@@ -68,6 +68,7 @@ def test_a_manifest_survives_json_and_re_indenting(tmp_path: Path) -> None:
     [
         (lambda text: text[: len(text) // 2], "it is no JSON"),
         (lambda text: text.replace('"step": 5', '"step": 6'), "its content has"),
+        (lambda text: text[: text.rindex(',\n"sha256"')] + "}", "its field sha256 is None"),
         (lambda text: text.replace("nanotrain-checkpoint", "other"), 'it has no "format"'),
         (lambda text: "[]", "it is a list of 0 items, it must be an object"),
         (lambda text: "", "it is no JSON"),

@@ -33,6 +33,14 @@ def test_any_dtype_and_strides_are_written_as_safetensors_reads_them(tmp_path: P
         assert (chunk.crc32, chunk.nbytes) == (f"{zlib.crc32(data):08x}", len(data))
 
 
+def test_the_checksum_covers_all_bytes_of_a_large_chunk(tmp_path: Path) -> None:
+    tensor = torch.arange(100_000)
+    shard = write_shard(tmp_path / "a.safetensors", {TensorBox.full("model/a", (100_000,)): tensor}, manifest=MANIFEST)
+
+    (chunk,) = shard.tensors["model/a"].chunks
+    assert chunk.crc32 == f"{zlib.crc32(tensor.numpy().tobytes()):08x}"
+
+
 def test_the_bytes_begin_at_a_multiple_of_eight_after_a_header_of_any_length(tmp_path: Path) -> None:
     for length in range(1, 9):
         path = tmp_path / f"{length}.safetensors"

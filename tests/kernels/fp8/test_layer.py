@@ -147,6 +147,12 @@ def test_amaxes_of_experts_are_the_largest_of_their_shards_and_sequences(ctx):
     assert actual.tolist() == [[members + 0.5, 10.0 + experts.first]]
 
 
+@ranks(2, etp=2)
+def test_amaxes_of_experts_that_ranks_with_other_sequences_share_are_the_largest_of_both(ctx):
+    actual = SharedAmax(ctx.group("tp_cp"), ctx.group("etp"), ExpertRange(0, 1, 1))(torch.tensor([[ctx.rank + 0.5]]))
+    assert actual.tolist() == [[1.5]]
+
+
 @ranks(4, cp=2, ep=1)
 def test_amaxes_of_replicated_experts_are_the_largest_of_a_sequence(ctx):
     reduce = SharedAmax(ctx.group("tp_cp"), ctx.group("etp"), ExpertRange(0, 2, 2))
