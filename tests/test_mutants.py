@@ -13,7 +13,7 @@ from tests.scripts import load_script
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests/mutants"
-MIN_PER_PACKAGE = 2  # of the whole: 60
+MIN_PER_PACKAGE = 2
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_a_bug_is_caught_by_a_test_that_passes_without_it(
     subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
 
     def mutant(replace: str, test: str) -> object:
-        return script.Mutant("toy", replace, "wrong", "code_under_test.py", "a + b", replace, (f"test_it.py::{test}",))
+        return script.Mutant("toy", replace, "wrong", "code_under_test.py", "a + b", replace, [f"test_it.py::{test}"])
 
     mutants = [mutant("a - b", "test_sum"), mutant("a * b", "test_sum"), mutant("b", "test_broken")]
     assert script.run(mutants, tmp_path, processes=1) == 1
@@ -75,9 +75,10 @@ def test_a_bug_is_caught_by_a_test_that_passes_without_it(
     assert (tmp_path / "code_under_test.py").read_text() == "def plus(a, b): return a + b\n"
 
 
-def test_the_table_of_results_has_every_bug(script: ModuleType) -> None:
+def test_the_table_of_results_names_bugs_that_are_there(script: ModuleType) -> None:
     listed = re.findall(r"^\| (\w+/[\w.-]+) \|", (FOLDER / "README.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(f"{each.package}/{each.name}" for each in script.load(FOLDER))
+    assert len({*listed}) == len(listed) >= 60
+    assert {*listed} <= {f"{each.package}/{each.name}" for each in script.load(FOLDER)}
 
 
 def test_bugs_are_written_alike() -> None:

@@ -17,11 +17,11 @@ def version_of(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(size * _SLICE, generator=generator) * scale).to(dtype)
 
 
-def expected_slice(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+def expected_slice(rank: int, size: int, dtype: torch.dtype, *, divisor: int = 1) -> torch.Tensor:
     total = version_of(0, size, dtype).float()
     for source in range(1, size):
         total = total + version_of(source, size, dtype).float()
-    return total.to(dtype).view(size, _SLICE)[rank]
+    return (total / divisor).to(dtype).view(size, _SLICE)[rank]
 
 
 def scatter_into_a_separate_output(ctx, dtype):
@@ -30,6 +30,8 @@ def scatter_into_a_separate_output(ctx, dtype):
     tensor, output = version_of(ctx.rank, group.size, dtype), torch.full((_SLICE,), torch.nan, dtype=dtype)
     start_reduce_scatter_into(output, tensor, group=group).wait()
     assert torch.equal(output, expected_slice(ctx.rank, group.size, dtype))
+    start_reduce_scatter_into(output, tensor, group=group, op="avg").wait()
+    assert torch.equal(output, expected_slice(ctx.rank, group.size, dtype, divisor=group.size))
     assert torch.equal(tensor, version_of(ctx.rank, group.size, dtype)), "the input must not change"
 
 

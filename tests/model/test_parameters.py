@@ -92,6 +92,10 @@ def test_any_box_of_a_parameter_is_a_box_of_the_full_parameter(data: st.DataObje
     assert torch.equal(target, full_of_huge()[box.slices()])
 
 
+def test_every_row_of_a_parameter_of_several_blocks_has_numbers_of_its_own() -> None:
+    assert len(full_of_huge()[:, :2].unique(dim=0)) == len(full_of_huge())
+
+
 @cache
 def full_of_huge() -> torch.Tensor:
     full = torch.empty(HUGE.shape)
