@@ -75,7 +75,7 @@ def test_padding_for_busbw_rounds_every_bucket_up_to_65536():
 def test_a_shard_count_that_is_no_power_of_two_divides_every_bucket():
     rules = LayoutRules(num_shards=6, bucket_size=20000, pad_for_high_busbw=True)
     assert rules.bucket_alignment == 3 * 65536
-    assert LayoutRules(num_shards=5).bucket_alignment == 640
+    assert LayoutRules(num_shards=5).bucket_alignment == LayoutRules(1, 5).bucket_alignment == 640
 
 
 @pytest.mark.parametrize(("num_shards", "size"), [(1, 40_000_000), (40, 40_000_000), (64, 64_000_000)])

@@ -140,6 +140,11 @@ def test_any_single_bit_flip_changes_the_checksum():
         assert checksum(tensor) == before
 
 
+def test_swapped_elements_change_the_checksum():
+    tensor = torch.arange(6.0)
+    assert checksum(tensor) != checksum(tensor[[0, 3, 2, 1, 4, 5]])
+
+
 @ranks(3)
 def test_a_planted_bit_flip_is_named_with_parameter_and_rank(ctx, tmp_path):
     hooks = [FlipBit(3)] if ctx.rank == 1 else []
