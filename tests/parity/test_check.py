@@ -215,6 +215,15 @@ def test_an_element_that_no_rank_holds_and_one_that_is_nan_are_infinitely_wrong(
         assert written["equal"] is False
 
 
+def test_the_rank_that_differs_most_is_reported() -> None:
+    config = small_config("+config=tiny", world=1)
+    losses, norms = [1.0, 1.5], [2.0, 1.0]
+    reference = Record(0, losses=[1.0], grad_norms=[2.0], grads=grads())
+    records = [Record(0, [loss], [norm], grads(), reads=[[]]) for loss, norm in zip(losses, norms, strict=True)]
+    (step,) = compare(reference, records, config=config, tolerance=1e-5).steps
+    assert (step.loss, step.grad_norm) == (1.5, 1.0)
+
+
 def test_samples_have_documents_where_the_configuration_asks_for_them() -> None:
     config = small_config("+config=tiny", "--reset-position-ids", "--reset-attention-mask", world=1)
     samples = RandomDataset(config)

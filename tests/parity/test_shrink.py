@@ -16,7 +16,7 @@ from nanotrain.config.schema import KEYS, flat_values, value_of, with_values
 from nanotrain.errors import ConfigError, TopologyError
 from nanotrain.parallel.cp import CORE_ATTENTIONS
 from nanotrain.parallel.pp.schedules import SCHEDULES
-from nanotrain.parity.shrink import LEFT_OUT, left_out, on_one_rank, shrink
+from nanotrain.parity.shrink import LEFT_OUT, MAX_ATTENTION_LOGIT, left_out, on_one_rank, shrink
 from nanotrain.spec.counts import num_parameters
 from nanotrain.spec.shape import ModelShape
 from nanotrain.topology.topology import Topology
@@ -149,6 +149,12 @@ def test_schedules_change_after_the_first_step_and_recomputation_stays() -> None
     steps = ["--step-batch-size-schedule", "0:8 1M:24"]
     small = shrink(load(["+config=tiny", "--micro-batch-size", "1", *steps], to_train=False).config, 2, num_steps=3)
     assert small.train.step_batch_size_schedule == ["0:2", f"{2 * small.data.seq_length}:4"]
+
+
+@pytest.mark.parametrize(("threshold", "expected"), [("100", MAX_ATTENTION_LOGIT), ("0.5", 0.5)])
+def test_qk_clip_acts_on_the_logits_of_a_small_model(threshold: str, expected: float) -> None:
+    config = load(["+config=tiny", "--qk-clip", "--qk-clip-threshold", threshold], to_train=False).config
+    assert shrink(config, 1, num_steps=2).optim.qk_clip_threshold == expected
 
 
 # Fields of data and train that every small run has as they are, and those that have no part in a training step.

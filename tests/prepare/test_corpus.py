@@ -85,6 +85,8 @@ def test_workers_streaming_and_dtype_change_no_token(corpus: Path, tmp_path: Pat
     _prepare(corpus, tmp_path / "c", "--workers", "2", "--streaming")
     _prepare(corpus, tmp_path / "d", "--workers", "1", "--dtype", "int32", "--no-append-eod")
     assert _bytes(tmp_path / "a") == _bytes(tmp_path / "b") == _bytes(tmp_path / "c")
+    with pytest.raises(DataError, match="exists.*--overwrite"):
+        _prepare(corpus, tmp_path / "c", "--streaming", "--max-documents", "5")
     wide = IndexedTokens(tmp_path / "d")
     assert wide.dtype == np.int32
     assert wide.num_tokens == sum(len(text) for text in TEXTS)

@@ -28,6 +28,10 @@ def test_parts_of_another_plan_are_deleted(tmp_path: Path) -> None:
     assert (done.documents, done.tokens, done.text_bytes) == (2, 5, 3)
     open_parts(tmp_path / "p", {"inputs": 1})
     assert is_complete(tmp_path / "p", 0)
+    index, kept = tmp_path / "p" / "000000.idx", tmp_path / "kept"
+    index.rename(kept)
+    assert not is_complete(tmp_path / "p", 0), "tokens without their index are those of a killed writer"
+    kept.rename(index)
     open_parts(tmp_path / "p", {"inputs": 2})
     assert not is_complete(tmp_path / "p", 0)
 

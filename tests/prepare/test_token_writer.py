@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from nanotrain.data.indexed import IndexedTokens
+from nanotrain.data.token_format import HEADER
 from nanotrain.prepare.token_writer import TokenWriter
 
 
@@ -28,6 +29,13 @@ def test_the_files_are_megatrons_byte_for_byte(tmp_path: Path) -> None:
         + struct.pack("<2q", 0, 6)
         + struct.pack("<3q", 0, 1, 2)
     )
+
+
+def test_pointers_lie_beyond_what_32_bits_hold(tmp_path: Path) -> None:
+    with TokenWriter(tmp_path / "corpus", np.dtype("uint16")) as writer:
+        writer._lengths = [np.full(3, 2**30, dtype="<i4")]  # of tokens that are not there
+    pointers = np.frombuffer((tmp_path / "corpus.idx").read_bytes(), dtype="<i8", count=3, offset=HEADER.size + 12)
+    assert pointers.tolist() == [0, 2**31, 2**32]
 
 
 def test_pairs_are_appended_in_order(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def test_repeated_and_damaged_lines(tmp_path: Path) -> None:
     # when the run is read, then each step appears once, as it was repeated.
     run = RunHistory.read(folder)
     assert run.num_steps == 40
+    assert (run.last("loss"), run.last("lr"), run.last("mfu")) == (0.5, 0.1, None), "the repeated steps have no rate"
     assert run.column("loss")[-3:].tolist() == [8.0 / 38, 0.5, 0.5]
 
 
