@@ -60,6 +60,7 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
         *("memory.cpu_offloading", "memory.cpu_offloading_num_layers"),
         *("train.torch_compile", "train.attention_backend"),
     ),
+    "losses do not depend on the ranks": ("model.moe.divide_global_aux_loss_by_dp",),
     "samples are random tokens": ("data.stages", "data.shuffle", "data.train_data_path"),
 }
 
@@ -152,9 +153,16 @@ def shrink_optim(optim: OptimConfig) -> OptimConfig:
 
 
 def on_one_rank(config: Config) -> Config:
-    """A shrunk configuration without parallelism and recomputation: one rank trains on the same samples."""
+    """A shrunk configuration without parallelism and recomputation: one rank trains on the same samples.
+
+    With global_aux_loss it has as many microbatches, whose counts that loss averages.
+    """
+    train, moe = config.train, config.model.moe
     parallel = ParallelConfig(ddp_bucket_size=config.parallel.ddp_bucket_size)
-    return replace(config, parallel=parallel, memory=MemoryConfig())
+    if moe is not None and "global_aux_loss" in moe.router_load_balancing_type and train.global_batch_size:
+        num_microbatches = config.parallel.pipeline_model_parallel_size + 1  # see `shrink_batches`
+        train = replace(train, micro_batch_size=train.global_batch_size // num_microbatches)
+    return replace(config, parallel=parallel, memory=MemoryConfig(), train=train)
 
 
 def left_out(config: Config) -> tuple[str, ...]:
@@ -273,6 +281,7 @@ def shrink_experts(moe: MoEConfig, parallel: ParallelConfig, *, ffn_size: int) -
         num_experts=num_experts,
         ffn_hidden_size=width if has_own_width else None,
         shared_expert_intermediate_size=_width(ffn_size, ranks=tp) if has_shared else None,
+        divide_global_aux_loss_by_dp=False,
     )
 
 

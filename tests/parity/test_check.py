@@ -149,7 +149,8 @@ def test_weights_without_weight_decay_are_found_though_losses_agree() -> None:
 
 def test_a_router_bias_that_drifts_on_one_rank_is_found() -> None:
     arguments = ("+config=tiny_moe", "--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid")
-    config = small_config(*arguments, world=2)
+    losses = "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.5"
+    config = small_config(*arguments, *losses.split(), "--moe-divide-global-aux-loss-by-dp", world=2)
     healthy = report_of(config, 2)
     assert healthy.holds and "layers.1.mlp.router.expert_bias" in {row.name for row in healthy.buffers}
     report = report_of(config, 2, work=with_another_router_bias_on_rank_1)
