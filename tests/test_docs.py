@@ -164,3 +164,10 @@ def test_every_page_is_in_the_source_archive() -> None:
     targets = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]["targets"]
     included = {ROOT / name[1:] for name in targets["sdist"]["include"]} | {ROOT / "README.md"}  # which hatch adds
     assert not [page for page in PAGES if included.isdisjoint((page, *page.parents))]
+
+
+def test_pictures_are_small_and_shown() -> None:
+    images = list((ROOT / "docs" / "images").iterdir())
+    assert sum(image.stat().st_size for image in images) < 300_000
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert not [image.name for image in images if f"images/{image.name}" not in text]

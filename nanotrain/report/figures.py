@@ -23,6 +23,7 @@ DASHES = ("solid", "dash", "dot", "dashdot")  # of the names of a metric, where 
 MAX_POINTS = 1200  # per line of a chart
 MAX_MEANS = 400  # per line that is smoothed, and per run of tokens and hours by step
 MAX_HEAT_MAP_COLUMNS = 200
+FEW_POINTS = 10  # of a line that is drawn with markers: a line through one point is not seen
 MANY_RANKS = 4  # of fewer ranks one is always the slowest, which means nothing
 
 
@@ -35,7 +36,7 @@ class Chart:
     unit: str
     scale: float = 1.0  # multiplies the values
     is_log: bool = False
-    is_sparse: bool = False  # few values, drawn as markers and never smoothed
+    style: str = "noisy"  # "noisy": smoothed; "exact": never smoothed; "sparse": few values, drawn as markers
     idle: str = "absent"  # left out where this holds for the values of all lines: a key of IDLE
 
     def names(self, columns: Iterable[str]) -> dict[str, str]:
@@ -126,7 +127,7 @@ def memory_figure(runs: Sequence[RunHistory]) -> Figure | None:
         data.append(bar | {"y": [name for name, _ in planned], "x": sizes})
     layout = layout_of("Planned memory of the fullest rank", unit="GB", x_title="")
     layout["legend"]["traceorder"] = "normal"
-    return {"data": data, "layout": layout | {"barmode": "stack", "height": 160 + 40 * len(planned)}}
+    return {"data": data, "layout": layout | {"barmode": "stack", "height": 110 + 40 * len(planned)}}
 
 
 def _step_figure(chart: Chart, runs: Sequence[RunHistory], *, names: Mapping[str, str]) -> Figure:
@@ -140,8 +141,9 @@ def _step_figure(chart: Chart, runs: Sequence[RunHistory], *, names: Mapping[str
         name = (label or ("all" if len(names) > 1 else run.name)) if is_alone else f"{run.name} {label}".rstrip()
         color = COLORS[(number if is_alone else index) % len(COLORS)]
         line = {"width": 1.5, "color": color, "dash": DASHES[0 if is_alone else number % len(DASHES)]}
-        trace = {"type": "scatter", "mode": "lines+markers" if chart.is_sparse else "lines", "name": name, "line": line}
-        means = None if chart.is_sparse else [rounded(each) for each in bin_means(steps, values)]
+        mode = "lines+markers" if chart.style == "sparse" or len(kept) < FEW_POINTS else "lines"
+        trace = {"type": "scatter", "mode": mode, "name": name, "line": line}
+        means = [rounded(each) for each in bin_means(steps, values)] if chart.style == "noisy" else None
         of_line = {"run": index, "label": label, "means": means, "column": column, "scale": chart.scale}
         points = {"x": rounded(steps[kept]), "y": rounded(values[kept]), "meta": of_line}
         data.append(trace | points)
@@ -164,7 +166,7 @@ def layout_of(title: str, *, unit: str, x_title: str = "step") -> Figure:
         "yaxis": {"automargin": True},
         "height": 260,
         "margin": {"l": 50, "r": 16, "t": 12, "b": 45},
-        "legend": {"orientation": "h", "y": -0.25},
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
     }

@@ -11,11 +11,11 @@ const OPTIONS = {
 };
 
 // The values of a noisy line at x, by linear regression over the neighbours within `width`, the nearest weighing most:
-// centred, so nothing lags; the ends follow the slope. At the beginning, where a loss is steep, the width is a quarter
-// of the way from the first point.
+// centred, so nothing lags; the ends follow the slope. Near the last point, where neighbours are on one side only, the
+// width grows to twice; at the beginning, where a loss is steep, it is a quarter of the way from the first point.
 function smoothed(x, y, width) {
   return x.map((at, i) => {
-    const half = Math.min(width, (at - x[0]) / 4);
+    const half = Math.min(Math.max(width, 2 * width - (x.at(-1) - at)), (at - x[0]) / 4);
     let n = 0, sx = 0, sy = 0, sxx = 0, sxy = 0;
     const add = j => {
       const d = x[j] - at, weight = half > 0 ? Math.max(1 - Math.abs(d) / half, 0) * (j ? x[j] - x[j - 1] : x[1] - x[0]) : 1;
@@ -67,7 +67,7 @@ function start() {
       const own = {...trace, x: onAxis(trace, trace.x)};
       if (!trace.meta.means || width() === 0 || trace.meta.means[0].length < 20) return [own];
       const [x, y] = trace.meta.means;
-      const thin = {...own, opacity: 0.3, hoverinfo: "skip", showlegend: false, line: {...trace.line, width: 1}};
+      const thin = {...own, opacity: 0.35, hoverinfo: "skip", showlegend: false, line: {...trace.line, width: 1}};
       return [thin, {...own, x: onAxis(trace, x), y: smoothed(x, y, width()), line: {...trace.line, width: 2}}];
     });
   }
@@ -92,7 +92,7 @@ function start() {
     if (isLoss) layout.height = 400;
     layout.shapes = marks.map(mark => {
       const x = along(page.axes[mark.run], axis.value, mark.step);
-      const label = {text: mark.text, textangle: -90, textposition: "end", yanchor: "bottom", font: {size: 10, color: soft}};
+      const label = {text: mark.text, textposition: "end", xanchor: "right", font: {size: 10, color: soft}};
       return {
         type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, layer: "below", label: isLoss && marks.length <= 12 ? label : {},
         line: {width: 1, dash: "dot", color: page.axes.length > 1 ? COLORS[mark.run % COLORS.length] : soft},

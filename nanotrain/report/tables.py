@@ -43,15 +43,15 @@ def summary_of(run: RunHistory) -> dict[str, str]:
 
 
 def headline_of(run: RunHistory) -> dict[str, tuple[str, str]]:
-    """What one asks first about a run: by label the value with its unit, and a remark."""
+    """What one asks first about a run: by label the value, and its unit or a remark; without what is unknown."""
     environment, target, last = run.environment, run.config.get("train.train_iters"), run.last
     total, active = (environment.get(name) for name in ("parameters", "active_parameters"))
     valid, hours = last("valid_loss"), run.hours[-1] if run.num_steps else 0.0
     restarts = max(0, len(run.starts) - 1)
-    again = f"{len(run.repeated_s):,} steps again, {sum(run.repeated_s) / 3600:.2f} hours" if restarts else ""
+    again = f"{len(run.repeated_s):,} steps again, {sum(run.repeated_s) / 3600:.2f} hours" if run.repeated_s else ""
     since_h = (run.modified_s - run.starts[0].time_s) / 3600 if run.starts else 0.0
     tasks = {match[1]: last(name) or 0.0 for name in run.columns if (match := TASKS.fullmatch(name))}
-    return {
+    facts = {
         "Progress": (f"{run.last_step:,} steps", f"of {target:,}, {run.state()}" if isinstance(target, int) else ""),
         "Parameters": (_count(total), f"{_count(active)} active per token" if active != total else ""),
         "Tokens": (_count(last("consumed_tokens")), "read in training"),
@@ -67,14 +67,14 @@ def headline_of(run: RunHistory) -> dict[str, tuple[str, str]]:
         "Training time": (f"{hours:.2f} hours", f"{since_h:.2f} since the first start" if since_h else ""),
         "Restarts": (f"{restarts:,}", again),
     }
+    return {label: fact for label, fact in facts.items() if fact[0] != "-"}
 
 
 def headline(runs: Sequence[RunHistory]) -> str:
-    """The summary: cards of one run, or a table with a column per run; what is unknown of all is left out."""
+    """The summary: cards of one run, or a table with a column per run."""
     each = [headline_of(run) for run in runs]
     labels = dict.fromkeys(label for items in each for label in items)
     rows = {label: [items.get(label, ("-", "")) for items in each] for label in labels}
-    rows = {label: row for label, row in rows.items() if any(value != "-" for value, _ in row)}
     if len(runs) > 1:
         cells = ([label, *(f"{value} {note}".strip() for value, note in row)] for label, row in rows.items())
         return html_table(["", *(run.name for run in runs)], cells)

@@ -186,7 +186,6 @@ def figure_of(timeline: Timeline, *, name: str) -> dict[str, Any]:
     rows = [f"rank {lanes.rank} {lane}" for lanes in timeline.ranks for lane in LANES]
     layout = layout_of(f"{name}, {timeline.title}", unit="ms", x_title="ms from the start of the step")
     layout |= {"barmode": "overlay", "bargap": 0.15, "height": 150 + 24 * len(rows)}
-    layout["legend"] = {"orientation": "h", "y": -0.2}
     layout["yaxis"] |= {"categoryorder": "array", "categoryarray": rows[::-1]}
     return {"data": data, "layout": layout}
 
