@@ -103,6 +103,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         assert {path.name for path in root.iterdir()} - made <= ignored, "left in the checkout"
 
 
+def test_trainings_that_differ_have_run_folders_of_their_own() -> None:
+    folders: dict[str, str] = {}
+    for line in shown_commands():
+        if folder := re.search(r"--run-dir (\S+)", line):
+            command = line.partition("  #")[0].strip()
+            assert folders.setdefault(folder[1], command) == command
+
+
 def test_a_training_that_is_shown_reaches_its_learning_rate() -> None:
     """Those of a few steps show something else; the header of such a run states the rate that it reaches."""
     for line in shown_commands():

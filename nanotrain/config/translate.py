@@ -116,8 +116,9 @@ def convert_flag(result: Translation, argument: MegatronArgument) -> None:
         ConfigError: a field has another value on the command line.
     """
     row = argument.row
-    if row.choices and argument.value not in row.choices:
-        raise ConfigError(f"{argument.flag} is {argument.value!r}", why=f"it takes {' or '.join(row.choices)}")
+    known = row.choices or row.accepts
+    if known and argument.value not in known:
+        raise ConfigError(f"{argument.flag} is {argument.value!r}", why=f"it takes {' or '.join(known)}")
     for name, value in row.values(result.config, argument.value).items():
         key = ENTRIES[name].key
         current, new = value_of(result.config, key), convert(ENTRIES[name], value)

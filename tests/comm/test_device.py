@@ -1,6 +1,7 @@
 """Devices on a machine without a GPU; no other file uses torch.cuda."""
 
 from contextlib import nullcontext
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -148,3 +149,23 @@ def test_buffers_are_copied_at_once_on_a_cpu() -> None:
     assert target.tolist() == [1.0] * 4
     with pytest.raises(AssertionError, match="a conversion"):
         copies.start(target, torch.ones(4, dtype=torch.bfloat16))
+
+
+def test_the_history_of_memory_is_recorded_until_it_is_written(monkeypatch, tmp_path):
+    """Every call fits the signature of torch's function for GPUs, which a CPU build cannot run."""
+    calls: list[object] = []
+    parameters = signature(torch.cuda.memory._record_memory_history_impl)
+
+    def record(*args: object, **given: object) -> None:
+        bound = parameters.bind(*args, **given)
+        bound.apply_defaults()
+        calls.append(bound.arguments["enabled"])
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"history"))
+    devices.start_memory_history(CPU)
+    devices.write_memory_history(tmp_path / "m.pickle")
+    assert (tmp_path / "m.pickle").read_bytes() == b"history" and calls == ["all", None]
+    with pytest.raises(OSError):
+        devices.write_memory_history(tmp_path / "none" / "m.pickle")
+    assert calls[-1] is None
