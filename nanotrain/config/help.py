@@ -4,6 +4,7 @@
 --help=all        every flag by section
 --help=SECTION    the flags of one section: model, model.moe, parallel, ...
 --help=megatron   flags of Megatron-LM that are no field here
+--help=WORD       flags whose name or meaning has the word, as in --help=clip or --help="global batch"
 """
 
 import shutil
@@ -41,7 +42,7 @@ MIN_WIDTH, MAX_WIDTH = 60, 120  # characters of a line
 
 
 def help_text(topic: str = "", *, width: int | None = None, usage: str = USAGE) -> str:
-    """The help on a topic: empty for the options used most, "all", "megatron" or a section.
+    """The help on a topic: empty for the options used most, "all", "megatron", a section, or a word to look for.
 
     Args:
         topic: topic that `--help=` names.
@@ -49,7 +50,7 @@ def help_text(topic: str = "", *, width: int | None = None, usage: str = USAGE) 
         usage: usage line of the command.
 
     Raises:
-        ConfigError: an unknown topic.
+        ConfigError: neither a topic nor a word of any flag.
     """
     if width is None:
         width = shutil.get_terminal_size().columns
@@ -63,11 +64,12 @@ def help_text(topic: str = "", *, width: int | None = None, usage: str = USAGE) 
         sections = [line for name in SECTIONS for line in section_lines(name, width)]
         return "\n".join([*introduction(width, usage), *sections])
     if topic:
-        topics = ["all", "megatron", *SECTIONS]
-        why = f"there are {', '.join(topics)}"
-        raise ConfigError(f"there is no help on {topic!r}", why=why, fix=did_you_mean(topic, topics, prefix="--help="))
+        return "\n".join(found_lines(topic, width))
     common = panel("options used most", rows((describe(ENTRIES[name]) for name in COMMON.split()), width), width=width)
-    rest = f"--help=all lists all {len(ENTRIES)} options, --help=megatron those of Megatron-LM, --help=SECTION one of:"
+    rest = (
+        f"--help=WORD lists the options whose name or meaning has a word, --help=all all {len(ENTRIES)} options, "
+        "--help=megatron those of Megatron-LM, --help=SECTION one of:"
+    )
     topic_lines = textwrap.wrap(f"{rest} {', '.join(SECTIONS)}", width)
     return "\n".join([*introduction(width, usage), *common, *topic_lines])
 
@@ -87,14 +89,42 @@ def section_lines(name: str, width: int) -> list[str]:
     return panel(name, [*sentence, "", *rows(map(describe, entries_of(name)), width)], width=width)
 
 
+def found_lines(word: str, width: int) -> list[str]:
+    """The flags whose name or meaning has a word, by section, then those of Megatron-LM by what becomes of them."""
+    texts = {word.lower(), word.lower().replace("_", "-")}
+
+    def has_word(pair: tuple[str, str]) -> bool:
+        return any(text in part.lower() for text in texts for part in pair)
+
+    lines = [
+        line
+        for title, pairs in [
+            *((name, [describe(entry) for entry in entries_of(name)]) for name in SECTIONS),
+            ("aliases", [(flag, f"{alias.name}={alias.value}") for flag, alias in ALIASES.items()]),
+            *((f"Megatron-LM's flags: {title}", rows_of(kind)) for kind, (title, _) in KINDS.items()),
+        ]
+        if (found := list(filter(has_word, pairs)))
+        for line in panel(title, rows(found, width), width=width)
+    ]
+    if not lines:
+        topics = ["all", "megatron", *SECTIONS]
+        why = f"no flag has it in its name or meaning, and the topics are {', '.join(topics)}"
+        raise ConfigError(f"there is no help on {word!r}", why=why, fix=did_you_mean(word, topics, prefix="--help="))
+    return lines
+
+
+def rows_of(kind: Kind) -> list[tuple[str, str]]:
+    """Megatron-LM's flags of a kind, with their meaning."""
+    table = megatron()
+    return [(flag, row.meaning) for flag, row in (table.flags | table.patterns).items() if row.kind == kind]
+
+
 def megatron_lines(width: int) -> Iterator[str]:
     """Megatron-LM's flags that are no field, by what becomes of them."""
     text = "Flags of Megatron-LM that are no option of the same name here. --help=all lists those that are."
     yield from textwrap.wrap(text, width)
-    table = megatron()
     for kind, (title, sentence) in KINDS.items():
-        pairs = ((flag, row.meaning) for flag, row in (table.flags | table.patterns).items() if row.kind == kind)
-        yield from panel(title, [sentence, "", *rows(pairs, width)], width=width)
+        yield from panel(title, [sentence, "", *rows(rows_of(kind), width)], width=width)
 
 
 def panel(title: str, lines: list[str], *, width: int) -> list[str]:

@@ -79,6 +79,21 @@ def test_a_topic_is_named_behind_an_equals_sign():
         help_text("megatrn")
 
 
+@pytest.mark.parametrize(
+    ("word", "listed", "not_listed"),
+    [
+        ("clip", ["--clip-grad", "--[no-]qk-clip", "optim"], ["--lr "]),
+        ("clip_grad", ["--clip-grad"], ["qk-clip"]),
+        ("Weights & Biases", ["--wandb-entity", "--[no-]wandb"], ["--prometheus-port"]),
+        ("timing", ["--timing-log-level", "--timing-log-option", "accepted without effect"], ["--wandb"]),
+    ],
+)
+def test_a_word_lists_the_flags_whose_name_or_meaning_has_it(word, listed, not_listed):
+    text = reply(parse([f"--help={word}"]))
+    assert text == help_text(word) and len(text.splitlines()) < 40
+    assert all(name in text for name in listed) and not any(name in text for name in not_listed)
+
+
 def test_a_section_is_found_by_its_last_word():
     assert help_text("moe") == help_text("model.moe")
 
