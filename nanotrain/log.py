@@ -1,4 +1,4 @@
-"""Loggers with the coordinates of the rank in warnings.
+"""Loggers with the coordinates of the rank in warnings, and `progress` of what takes long.
 
 Modules use `get_logger`. Entry points call `start_logging` once the rank is known, and again once its coordinates are.
 The first rank logs for the whole job. A warning may concern one rank only, so it begins with that rank's coordinates
@@ -7,7 +7,13 @@ The first rank logs for the whole job. A warning may concern one rank only, so i
 
 import logging
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TextIO
+
+SHOWN_AFTER_S = 2.0  # what takes less is not shown as running
 
 
 class _Formatter(logging.Formatter):
@@ -54,3 +60,44 @@ def start_logging(*, coordinates: str = "", is_first: bool = True, level: int = 
     root.handlers[:] = [handler]
     root.setLevel(level)
     root.propagate = False
+
+
+@contextmanager
+def progress(what: str, *, total: float | None = None, is_shown: bool = True) -> Iterator[Callable[[float], None]]:
+    """Show on standard error that the block still runs: a bar on a terminal, elsewhere a line, and one at the end.
+
+    A block of less than SHOWN_AFTER_S shows nothing.
+
+    Args:
+        what: description of the block, as "tokenizing".
+        total: amount to be done; None if it is unknown.
+        is_shown: False on other ranks than the first.
+
+    Yields:
+        A function that adds to the amount that is done.
+    """
+    from rich.console import Console  # only what takes long needs them
+    from rich.progress import Progress, TimeElapsedColumn
+
+    if not is_shown:
+        yield lambda amount: None
+        return
+    columns, console = (*Progress.get_default_columns(), TimeElapsedColumn()), Console(stderr=True)
+    bar = Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal)
+    task, start = bar.add_task(what, total=total), time.monotonic()
+
+    def show() -> None:
+        print(f"{what} ...", file=sys.stderr, flush=True)
+        bar.start()
+
+    timer = threading.Timer(SHOWN_AFTER_S, show)
+    timer.start()
+    try:
+        yield lambda amount: bar.advance(task, amount)
+    finally:
+        timer.cancel()
+        timer.join()  # it may be showing the bar
+        if bar.live.is_started:  # else rich would print an empty line
+            bar.stop()
+    if (seconds := time.monotonic() - start) >= SHOWN_AFTER_S:
+        print(f"{what}: done after {seconds:.1f} s", file=sys.stderr, flush=True)

@@ -30,6 +30,7 @@ from nanotrain.checkpoint.store import describe_not_finite, find_checkpoint, fin
 from nanotrain.checkpoint.write import file_threads, is_finite
 from nanotrain.config.schema import config_from_dict, unnest
 from nanotrain.errors import CheckpointError, ConfigError
+from nanotrain.log import progress
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.quantities import count_of, describe_bytes
 from nanotrain.spec.boxes import Box, TensorBox
@@ -126,6 +127,7 @@ def _model_line(manifest: Manifest) -> str:
     return ", ".join(parts)
 
 
+@progress("verifying")
 def verify(path: Path) -> VerifyReport:
     """Read every chunk of a checkpoint, compare its checksum with the manifest's and check that it is finite.
 

@@ -19,6 +19,7 @@ from nanotrain.checkpoint.read import read_box
 from nanotrain.checkpoint.store import find_manifest
 from nanotrain.checkpoint.write import ChunkWrite, shard_name, write_shard
 from nanotrain.errors import CheckpointError
+from nanotrain.log import progress
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.quantities import count_of
 from nanotrain.spec.boxes import TensorBox
@@ -27,6 +28,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape and dtype
 AVERAGED = {"model", "router"}  # kinds of tensors: parameters, and biases of experts, without which a model is not read
 
 
+@progress("averaging")
 def average(paths: Sequence[Path], output: Path, *, decay: float | None = None) -> Path:
     """Write the average of the weights of checkpoints of one model, oldest first; optimizer state is left out.
 

@@ -28,6 +28,7 @@ from nanotrain.data.token_format import idx_path
 from nanotrain.data.tokenizer import SETTINGS, VOCABULARY_FILES, Tokenizer, load_tokenizer
 from nanotrain.errors import CheckpointError, DataError
 from nanotrain.inference.generate import Generation, Sampling, encode_prompts, stream_texts
+from nanotrain.log import progress
 from nanotrain.model.context import ModelParallel
 from nanotrain.model.router_stats import expert_biases
 from nanotrain.model.transformer import Stage, build_stage
@@ -291,6 +292,7 @@ def load_model(
     return LoadedModel(checkpoint.path, checkpoint.config, stage, loaded, ranks)
 
 
+@progress("exporting")
 def export_checkpoint(
     path: Path,
     folder: Path,

@@ -27,6 +27,7 @@ from nanotrain.checkpoint.export_folder import export_folder
 from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.checkpoint.read import read_box
 from nanotrain.checkpoint.store import find_manifest
+from nanotrain.log import progress
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.spec.boxes import TensorBox
 
@@ -48,6 +49,7 @@ class _ReadingPlanner(DefaultSavePlanner):
         return read_box(self.path, self.manifest, box=box)
 
 
+@progress("exporting")
 def export_dcp(path: Path, output: Path) -> str:
     """Write a checkpoint for torch.distributed.checkpoint; returns a summary line.
 

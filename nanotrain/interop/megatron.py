@@ -38,6 +38,7 @@ from nanotrain.config.schema import config_from_dict
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp import torch_export
 from nanotrain.interop.hf.names import expert_bias_shapes
+from nanotrain.log import progress
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.spec.boxes import Box, TensorBox
 from nanotrain.spec.parameters import declare_model
@@ -198,6 +199,7 @@ def join_rows(sources: Sequence[torch.Tensor], chunk: MegatronChunk) -> torch.Te
     return torch.cat(groups, dim=1).reshape(chunk.box.shape)
 
 
+@progress("exporting")
 def export_megatron(path: Path, output: Path, *, dtype: str = "fp32") -> str:
     """Write the weights of a checkpoint for Megatron-LM; returns a summary line.
 

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nanotrain.data.tokenizer import FastTokenizer
 from nanotrain.errors import DataError
+from nanotrain.log import progress
 
 EOD_TEXT = "<|endoftext|>"
 MIN_VOCAB, MAX_VOCAB = 257, 1 << 22  # the library takes 70 bytes for each at once, and ends the process without them
@@ -39,7 +40,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator((part for text in texts for part in split_runs(text)), trainer)
+    with progress("BPE training"):
+        backend.train_from_iterator((part for text in texts for part in split_runs(text)), trainer)
     return FastTokenizer(backend, eod_text=EOD_TEXT)
 
 

@@ -22,11 +22,12 @@ from nanotrain.data.corpus_info import CorpusInfo, read_info, tokenizer_path, wr
 from nanotrain.data.token_format import bin_path, check_dtype, idx_path, smallest_dtype
 from nanotrain.data.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
 from nanotrain.errors import DataError
+from nanotrain.log import progress
 from nanotrain.prepare.bpe import train_bpe
 from nanotrain.prepare.chunks import InputChunk, plan_chunks, streamed_dataset
 from nanotrain.prepare.inputs import load_rows
 from nanotrain.prepare.options import PrepareOptions
-from nanotrain.prepare.parts import CURE, PartJob, PrepareProgress, is_complete, open_parts, part_prefix, write_parts
+from nanotrain.prepare.parts import CURE, PartJob, is_complete, open_parts, part_prefix, write_parts
 from nanotrain.prepare.readers import DocumentReader, pick_text
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.quantities import count_of
@@ -196,9 +197,9 @@ def _write_missing(job: PartJob, chunks: Iterable[InputChunk], *, planned: tuple
     complete = [chunk.num_bytes for number, chunk in enumerate(planned) if is_complete(job.folder, number)]
     if complete:
         print(f"resuming: {len(complete)} of {len(planned)} parts are complete", flush=True)
-    with PrepareProgress(sum(chunk.num_bytes for chunk in planned), done_bytes=sum(complete)) as progress:
-        for part in write_parts(job, missing, workers=workers):
-            progress.add(part)
+    with progress("tokenizing", total=sum(chunk.num_bytes for chunk in planned) - sum(complete) or None) as advance:
+        for num_bytes in write_parts(job, missing, workers=workers):
+            advance(num_bytes)
     return next(number for number in count() if not is_complete(job.folder, number))
 
 

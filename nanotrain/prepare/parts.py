@@ -4,15 +4,12 @@
                  tokenizer/       the tokenizer that every worker loads
                  000000.bin .idx  complete as soon as the .idx exists (TokenWriter renames it last)
 
-A restarted run skips complete parts, so a killed run loses at most the parts in progress. `PrepareProgress` shows a bar
-on a terminal, a line every few seconds elsewhere.
+A restarted run skips complete parts, so a killed run loses at most the parts in progress.
 """
 
 import json
 import multiprocessing
 import signal
-import sys
-import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -23,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from nanotrain.data.token_format import bin_path, idx_path
 from nanotrain.data.tokenizer import load_tokenizer
@@ -33,7 +29,6 @@ from nanotrain.prepare.chunks import InputChunk
 from nanotrain.prepare.inputs import Limits
 from nanotrain.prepare.readers import DocumentReader
 from nanotrain.prepare.token_writer import TokenWriter
-from nanotrain.quantities import count_of
 from nanotrain.runs.files import disk_errors, disk_fault, make_folder, remove_folder, write_text
 
 CURE = "choose another --output"  # the cure for errors of the disk
@@ -51,16 +46,6 @@ class PartJob:
     column: str = "text"  # field that holds the text
     append_eod: bool = True  # end each document with the end-of-document token
     limits: Limits = Limits()  # of documents and files
-
-
-@dataclass(frozen=True)
-class PartDone:
-    """Sizes of a finished part; `num_bytes` is the planned size of its chunk."""
-
-    documents: int
-    tokens: int
-    text_bytes: int
-    num_bytes: int
 
 
 def part_prefix(folder: Path, number: int) -> Path:
@@ -87,8 +72,8 @@ def open_parts(folder: Path, plan: dict[str, Any]) -> None:
     write_text(file, text)
 
 
-def write_parts(job: PartJob, chunks: Iterable[tuple[int, InputChunk]], *, workers: int) -> Iterator[PartDone]:
-    """Write the parts of numbered chunks in `workers` processes; yields each part when it is complete.
+def write_parts(job: PartJob, chunks: Iterable[tuple[int, InputChunk]], *, workers: int) -> Iterator[int]:
+    """Write the parts of numbered chunks in `workers` processes; yields the planned bytes of each complete part.
 
     Chunks are consumed only as fast as they are written.
 
@@ -126,9 +111,9 @@ class PartWriter:
         self.tokenizer = load_tokenizer(job.tokenizer)
         self._eod = [self.tokenizer.eod] if job.append_eod and self.tokenizer.eod is not None else []
 
-    def write(self, number: int, chunk: InputChunk) -> PartDone:
+    def write(self, number: int, chunk: InputChunk) -> None:
         """Tokenize one chunk into its part file."""
-        documents = tokens = text_bytes = 0
+        documents = tokens = 0
         texts, prefix, dtype = self.reader.read(chunk), part_prefix(self.job.folder, number), np.dtype(self.job.dtype)
         with TokenWriter(prefix, dtype) as writer:
             while some := _next_texts(texts):
@@ -139,11 +124,9 @@ class PartWriter:
                 documents, tokens = documents + len(some), tokens + len(ids)
                 with disk_errors(bin_path(prefix), needed=tokens * dtype.itemsize, fix=CURE):
                     writer.add_documents(ids, lengths)
-                text_bytes += sum(len(text.encode()) for text in some)
             needed = tokens * dtype.itemsize + _INDEX_BYTES * documents
             with disk_errors(bin_path(prefix), needed=needed, fix=CURE):  # before the space of the part is free again
                 writer.complete()
-        return PartDone(documents, tokens, text_bytes, chunk.num_bytes)
 
 
 def _next_texts(texts: Iterator[str]) -> list[str]:
@@ -165,49 +148,12 @@ def _start_worker() -> None:
     exit_with_parent()
 
 
-def _write_part(job: PartJob, numbered: tuple[int, InputChunk]) -> PartDone | NanotrainError:
+def _write_part(job: PartJob, numbered: tuple[int, InputChunk]) -> int | NanotrainError:
     """Write a part in a worker process; errors are returned, as the pool would add a traceback to those raised."""
     try:
-        return _part_writer(job).write(*numbered)
+        _part_writer(job).write(*numbered)
+        return numbered[1].num_bytes
     except NanotrainError as error:
         return error
     except OSError as error:
         return disk_fault(error, Path(error.filename or job.folder), fix=CURE)
-
-
-_SECONDS_BETWEEN_LINES = 5.0
-
-
-class PrepareProgress:
-    """Counts and displays finished parts; a context manager.
-
-    The input has `total_bytes` (0 if unknown), of which an earlier run finished `done_bytes`.
-    """
-
-    def __init__(self, total_bytes: int, *, done_bytes: int = 0) -> None:
-        self._documents = self._tokens = self._text_bytes = 0
-        self._started = self._printed = time.monotonic()
-        columns = TextColumn("tokenizing"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rates]}")
-        self._bar = Progress(*columns, TimeRemainingColumn(), disable=not sys.stdout.isatty())
-        self._task = self._bar.add_task("", total=total_bytes or None, completed=done_bytes, rates="")
-
-    def __enter__(self) -> "PrepareProgress":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def add(self, part: PartDone) -> None:
-        """Count a finished part and update the display."""
-        self._documents += part.documents
-        self._tokens += part.tokens
-        self._text_bytes += part.text_bytes
-        now = time.monotonic()
-        elapsed = max(1e-9, now - self._started)
-        rates = f"{self._text_bytes / elapsed / 1e6:.1f} MB/s  {self._tokens / elapsed:,.0f} tok/s"
-        self._bar.update(self._task, advance=part.num_bytes, rates=rates)
-        if self._bar.disable and now - self._printed > _SECONDS_BETWEEN_LINES:
-            self._printed, task = now, self._bar.tasks[0]
-            percent = f"{task.percentage:.0f} %  " if task.total else ""
-            print(f"{percent}{count_of(self._documents, 'document')}  {rates}", flush=True)

@@ -28,6 +28,7 @@ from platformdirs import user_cache_path
 from nanotrain.data.corpus_info import CorpusInfo, tokenizer_path, write_info
 from nanotrain.data.token_format import idx_path, smallest_dtype
 from nanotrain.errors import DataError
+from nanotrain.log import progress
 from nanotrain.prepare.bpe import train_bpe
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.runs.files import MARKER, disk_errors, make_folder, remove_folder, write_text
@@ -133,10 +134,12 @@ def _build(prefix: Path, vocab_size: int) -> None:
     tokenizer = train_bpe(texts, vocab_size)
     assert tokenizer.eod is not None, "train_bpe adds an end-of-document token"
     _print("quick start: tokenizing")
-    with TokenWriter(prefix, smallest_dtype(tokenizer.vocab_size)) as writer:
+    dtype = smallest_dtype(tokenizer.vocab_size)
+    with TokenWriter(prefix, dtype) as writer, progress("tokenizing", total=len(texts)) as advance:
         for first in range(0, len(texts), _ENCODE_BATCH):
             for ids in tokenizer.encode_batch(texts[first : first + _ENCODE_BATCH]):
                 writer.add_document([*ids, tokenizer.eod])
+            advance(_ENCODE_BATCH)
         saved = tokenizer.save(tokenizer_path(prefix))
         info = CorpusInfo(saved, tokenizer.vocab_size, tokenizer.eod, writer.num_documents, writer.num_tokens)
         write_info(prefix, info)

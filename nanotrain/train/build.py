@@ -25,7 +25,7 @@ from nanotrain.data.blend import BlendedDataset
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.kernels.deferred_wgrad import WgradQueue
 from nanotrain.kernels.fp8.layer import fp8_options, layers_in_bf16
-from nanotrain.log import get_logger
+from nanotrain.log import get_logger, progress
 from nanotrain.memory.block_transforms import WITHOUT_OFFLOAD, transform_blocks
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model.context import ModelParallel
@@ -279,9 +279,10 @@ def _open_batches(model: BuiltModel, *, state: TrainState) -> GlobalBatchLoader:
 
 def _load_start(model: BuiltModel, parts: StepParts, *, inputs: RunInputs, checkpointer: Checkpointer) -> TrainState:
     """Load the checkpoint or the Hugging Face folder that a run starts from, if any; the counters it starts with."""
-    if inputs.checkpoint is not None:
-        return restore(inputs.checkpoint, checkpointer, model=model, parts=parts, may_fall_back=inputs.is_resumed)
     pretrained = model.config.checkpoint.pretrained_checkpoint
-    if pretrained is not None:
-        load_pretrained(Path(pretrained), model=model, parts=parts)
+    with progress("loading weights", is_shown=model.context.control.is_first):
+        if inputs.checkpoint is not None:
+            return restore(inputs.checkpoint, checkpointer, model=model, parts=parts, may_fall_back=inputs.is_resumed)
+        if pretrained is not None:
+            load_pretrained(Path(pretrained), model=model, parts=parts)
     return TrainState()

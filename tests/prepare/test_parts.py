@@ -24,8 +24,7 @@ def _job(folder: Path) -> PartJob:
 def test_parts_of_another_plan_are_deleted(tmp_path: Path) -> None:
     open_parts(tmp_path / "p", {"inputs": 1})
     chunk = InputChunk("texts", texts=("ab", "\ud800"))
-    done = PartWriter(_job(tmp_path / "p")).write(0, chunk)
-    assert (done.documents, done.tokens, done.text_bytes) == (2, 5, 3)
+    PartWriter(_job(tmp_path / "p")).write(0, chunk)
     open_parts(tmp_path / "p", {"inputs": 1})
     assert is_complete(tmp_path / "p", 0)
     index, kept = tmp_path / "p" / "000000.idx", tmp_path / "kept"
@@ -39,9 +38,7 @@ def test_parts_of_another_plan_are_deleted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [1, 3])
 def test_every_chunk_becomes_its_part(tmp_path: Path, workers: int) -> None:
     chunks = [(number, InputChunk("texts", texts=("a" * number, "b"), num_bytes=number)) for number in range(7)]
-    done = list(write_parts(_job(tmp_path), chunks, workers=workers))
-    assert sorted(part.documents for part in done) == [1, 2, 2, 2, 2, 2, 2]
-    assert sum(part.num_bytes for part in done) == sum(range(7))
+    assert sorted(write_parts(_job(tmp_path), chunks, workers=workers)) == list(range(7))
     for number in range(7):
         corpus = IndexedTokens(part_prefix(tmp_path, number))
         assert corpus.num_documents == (2 if number else 1)
@@ -79,7 +76,8 @@ def test_a_part_that_does_not_fit_is_an_error_with_its_bytes(tmp_path: Path) -> 
             with pytest.raises(EnvironmentFault, match=f"000000.bin cannot .* {needed:,} bytes needed, none free"):
                 writer.write(0, full)
         assert taken and not list(tmp_path.iterdir())
-    assert writer.write(0, chunk).tokens == 401
+    writer.write(0, chunk)
+    assert IndexedTokens(part_prefix(tmp_path, 0)).num_tokens == 401
 
 
 def test_a_killed_worker_is_one_clear_error(tmp_path: Path) -> None:

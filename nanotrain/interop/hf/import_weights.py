@@ -22,6 +22,7 @@ from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.families import FAMILIES, Family, model_from_hf, read_config
 from nanotrain.interop.hf.names import TensorMapping, expert_bias_shapes, map_parameters, mtp_copies, tensor_shapes
 from nanotrain.interop.hf.weights import WeightFiles, fp8_block_size
+from nanotrain.log import progress
 from nanotrain.spec.boxes import Box, TensorBox
 from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.shape import ModelShape
@@ -70,6 +71,7 @@ class WeightReader:
             target[part.box.within(wanted.box).slices()].copy_(part.as_parameter(stored))
 
 
+@progress("importing")
 def import_hf(folder: Path, output: Path) -> str:
     """Write the weights of a Hugging Face folder in fp32 as a checkpoint; returns a summary line.
 
