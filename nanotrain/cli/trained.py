@@ -19,6 +19,7 @@ from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
 from nanotrain.config.rules.check import check_layout, validate_for_world
 from nanotrain.errors import ConfigError, EnvironmentFault, TopologyError
+from nanotrain.log import progress
 from nanotrain.paths import expanded, local_path
 from nanotrain.quantities import count_of
 from nanotrain.system import importing_torch
@@ -185,7 +186,10 @@ def _evaluate(args: Namespace, loaded: Loaded) -> int:
     )
     plan = plan_run(config, launch.world_size, rank=launch.rank)
     timeout_s = config.parallel.distributed_timeout_minutes * 60
-    with ParallelContext.start(plan.topology, device=config.train.device, timeout_s=timeout_s) as context:
+    with (
+        ParallelContext.start(plan.topology, device=config.train.device, timeout_s=timeout_s) as context,
+        progress("evaluating", is_shown=launch.rank == 0),
+    ):
         if args.data is None:
             results: dict[str, Any] = score_model(model, tasks, plan=plan, context=context)
         else:

@@ -4,7 +4,8 @@
     synchronize
     HostTransfer    between the device and pinned host memory, beside computation
     HostCopy        a few numbers for the log, read on the host later
-    Stopwatch       time of a step
+    Stopwatch       time of a step or of one of its phases
+    trace_range     a named range in traces
     to_device, host_zeros
     reset_peak_memory, peak_memory, memory_per_rank, start_memory_history, write_memory_history
     set_deterministic, sum_bf16_products_in_fp32
@@ -15,7 +16,7 @@ Most of `torch.cuda` raises on a CPU-only torch, so all callers go through these
 import os
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from nanotrain.errors import EnvironmentFault
 from nanotrain.quantities import count_of
@@ -258,6 +260,15 @@ class Stopwatch:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+
+def trace_range(name: str, device: torch.device) -> ExitStack:
+    """Begin a range in traces of torch's profiler, and on a GPU in those of Nsight Systems (NVTX); `close` ends it."""
+    ranges = ExitStack()
+    ranges.enter_context(record_function(name))
+    if device.type == "cuda":
+        ranges.enter_context(torch.cuda.nvtx.range(name))
+    return ranges
 
 
 class HostTransfer:

@@ -8,6 +8,7 @@ read like any other. `watch/` reads the records of all ranks when a run makes no
 """
 
 import time
+from collections.abc import Callable
 from ctypes import Structure, c_char, c_int64, sizeof
 from dataclasses import dataclass, field
 from typing import get_args
@@ -77,6 +78,8 @@ class Heartbeat:
     def __init__(self) -> None:
         self._record = Record(phase=b"start")
         self._wait_start = 0
+        # called with what begins: the name of a phase and 1, the kind of an action and 2
+        self.observer: Callable[[str, int], None] = lambda name, level: None
 
     def move_to(self, record: memoryview) -> None:
         """Continue in another record, such as one in shared memory."""
@@ -94,12 +97,14 @@ class Heartbeat:
         if step is not None:
             record.step = step
         record.beats += 1
+        self.observer(phase, 1)
 
     def action(self, kind: str, *, stage: int, microbatch: int) -> None:
         """Record that an action of the pipeline schedule begins."""
         record = self._record
         record.kind, record.stage, record.microbatch = kind.encode(), stage, microbatch
         record.beats += 1
+        self.observer(kind, 2)
 
     def started(self, group: str, op: str, *, num_bytes: int) -> None:
         """Record that a collective was started over a group."""

@@ -183,6 +183,7 @@ class TrainConfig:
     torch_compile: bool | None = option(None, "compile every transformer block with torch.compile; unset: on GPUs, where nothing that is set forbids it")
     attention_backend: str = option("auto", "kernels of the core attention: auto, flash, fused, unfused, local or flex")
     log_interval: int = option(1, "steps between log lines", check=at_least(1))
+    timing_log_level: int = option(0, "log the time of every phase of a step on the first rank, and mark the phases in traces (torch, NVTX); 2: the actions of the pipeline schedule too; 0: neither", check=at_least(0, at_most=2))
     log_max_attention_logit: bool = option(False, "log the largest attention logit since the last logged step; computes the scores once more")
     log_params_norm: bool = option(False, "log the 2-norm of all parameters")
     log_norms_by_group: bool = option(False, "log the 2-norms of gradients, updates and parameters of embedding, attention, MLP, experts, norms, head and multi-token prediction; a logged step copies the main parameters")

@@ -111,11 +111,11 @@ class _Loop:
 
     def _step(self, batch: GlobalBatch) -> None:
         run, interval = self.run, self.run.config.train.manual_gc_interval
-        run.context.heartbeat.begin("step")
         with record_function(f"ProfilerStep#{run.state.step + 1}"):  # torch's own name for a step, in traces
+            run.context.heartbeat.begin("forward-backward")
             output = train_step(run, batch, is_logged=self._is_logged(run.state.step + 1))
+            run.context.heartbeat.begin("hooks")
         self._watch.stop()
-        run.context.heartbeat.begin("hooks")
         report = self._report(output, batch)
         ready = self.unread.take(report)
         if not self._rolled_back(report):

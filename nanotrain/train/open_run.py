@@ -37,6 +37,7 @@ from nanotrain.train.hooks.faults import DebugNanHook, ReplicasHook
 from nanotrain.train.hooks.hook import Hook, TimeoutHook
 from nanotrain.train.hooks.log import MAX_WIDTH, MIN_WIDTH, LogHook
 from nanotrain.train.hooks.profile import ProfileHook, memory_snapshot
+from nanotrain.train.hooks.timers import TimersHook
 from nanotrain.train.hooks.track import TRACKERS, NotifyHook, TrackHook
 from nanotrain.train.plans.memory_plan import MemoryPlan
 from nanotrain.train.plans.plan import Plan
@@ -177,6 +178,7 @@ def choose_hooks(config: Config, tokenizer: str | None, *, planned: PlannedPeak 
     hooks: list[tuple[bool, Hook]] = [
         (later_timeout_s is not None, TimeoutHook(later_timeout_s or 0.0)),
         (config.evaluates, EvaluateHook(tokenizer)),
+        (train.timing_log_level > 0 or train.profile, TimersHook()),  # before the log, which has the times
         (True, LogHook()),
         (train.debug_nan, DebugNanHook()),
         (train.check_weight_hash_across_dp_replicas_interval > 0, ReplicasHook()),

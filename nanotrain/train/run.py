@@ -147,6 +147,11 @@ class Run(BuiltModel):
         """Where the run is written."""
         return self.inputs.folder
 
+    def start_param_gather(self) -> None:
+        """Start the all-gather of the updated parameters, as a phase of the step."""
+        self.context.heartbeat.begin("param-gather")
+        super().start_param_gather()
+
     @property
     def loss_scale(self) -> float | Tensor:
         """Factor of the summed loss; gradient averaging divides by its second factor, the optimizer by the first."""

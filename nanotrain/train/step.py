@@ -134,9 +134,11 @@ def reduced_grads(run: Run) -> Iterator[None]:
         for dp in run.data_parallel:
             dp.finish_grad_reduce(is_abandoned=True)
         raise
+    run.context.heartbeat.begin("grad-reduce")
     for dp in run.data_parallel:
         dp.finish_grad_reduce()
     finalize_grads(run.data_parallel, run.context)
+    run.context.heartbeat.begin("optimizer")
 
 
 def contexts(run: Run, batch: GlobalBatch) -> list[BatchContext]:

@@ -32,7 +32,7 @@ OF_OUTPUT = ("loss", "grad_norm", "skipped", "loss_scale")  # numbers on the dev
 OPTIONAL = (
     *("valid_loss", "valid_bits_per_byte", "evaluation", "decoupled_lr", "data_stage", "seq_length", "skipped_on"),
     *("loss_deviation", "spike_score", "save_stall_s", "failed_saves", "slowest_rank", "wait_for_slowest"),
-    "busy_s",
+    *("busy_s", "timers"),
 )
 
 
@@ -142,6 +142,8 @@ class StepReport:
     spikes: SpikeScore | None = None  # losses of the run so far; reports are read in order
     skipped_on: str | None = None  # ranks on which steps since the last logged one were not finite; None if none was
     failed_saves: int | None = None  # checkpoints of the run that could not be written so far; None if there are none
+    # the phases that have ended since the last report, each as often as it ran; none without --timing-log-level
+    phases: Sequence[tuple[str, Stopwatch]] = ()
 
     @property
     def is_ready(self) -> bool:
@@ -166,6 +168,14 @@ class StepReport:
     def step_time_s(self) -> float:
         """From the request of the batch to the end of the step."""
         return self.stopwatch.seconds()
+
+    @cached_property
+    def timers(self) -> dict[str, float] | None:
+        """Seconds of every phase of this rank since the last report; None without --timing-log-level."""
+        seconds = dict.fromkeys((name for name, _ in self.phases), 0.0)
+        for name, watch in self.phases:
+            seconds[name] += watch.seconds()
+        return seconds or None
 
     @property
     def tokens_per_second(self) -> float:

@@ -169,3 +169,13 @@ def test_the_history_of_memory_is_recorded_until_it_is_written(monkeypatch, tmp_
     with pytest.raises(OSError):
         devices.write_memory_history(tmp_path / "none" / "m.pickle")
     assert calls[-1] is None
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", []), ("cuda", ["push optimizer", "pop"])])
+def test_a_range_in_traces_is_one_of_nvtx_on_a_gpu(monkeypatch, device, expected):
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: calls.append(f"push {name}"))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
+    with torch.profiler.profile() as profiler:
+        devices.trace_range("optimizer", torch.device(device)).close()
+    assert calls == expected and "optimizer" in {event.key for event in profiler.key_averages()}

@@ -143,7 +143,7 @@ def test_values_that_ask_for_nothing_are_accepted():
 
 
 def test_flags_without_effect_are_counted_once():
-    notes = loaded(f"--manual-gc --manual-gc --log-throughput --timing-log-level 0 --megatron-defaults {GPT3}").notes
+    notes = loaded(f"--manual-gc --manual-gc --log-throughput --timing-log-option all --megatron-defaults {GPT3}").notes
     assert "2 flags name what nanotrain always does (--help=megatron lists them)" in notes
     assert "1 flag tunes parts of Megatron-LM that do not exist here" in notes
 

@@ -8,8 +8,10 @@ import pytest
 from nanotrain.comm.device import HostCopy, Stopwatch
 from nanotrain.topology.topology import Topology
 from nanotrain.train.fit import fit
+from nanotrain.train.hooks import timers
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.log import LogHook
+from nanotrain.train.hooks.timers import TimersHook
 from nanotrain.train.hooks.track import NotifyHook, TrackHook
 from nanotrain.train.step import train_step
 from tests.fake_world import fake_context
@@ -78,13 +80,22 @@ def test_between_two_logged_steps_no_hook_reads_what_is_on_the_device(tmp_path, 
         reads.append(run.state.step)
         return original(copy)
 
+    class OfPhase(Stopwatch):
+        def seconds(self) -> float:
+            times.append(run.state.step)
+            return super().seconds()
+
+    times: list[int] = []  # the steps at which the time of a phase was read
     original = HostCopy.read
     flags = ("--train-iters", "8", "--log-interval", "3", "--save-interval", "6", "--report-interval", "0")
+    flags += ("--timing-log-level", "2")
     with small_run(tmp_path, *flags) as run, monkeypatch.context() as patch:
         # Nothing is ready before it is waited for, as on a busy GPU.
         patch.setattr(HostCopy, "is_ready", False)
         patch.setattr(Stopwatch, "is_ready", False)
         patch.setattr(HostCopy, "read", counted)
-        fit(run, [LogHook(), TrackHook(), CheckpointHook(), NotifyHook()])
+        patch.setattr(timers, "Stopwatch", OfPhase)
+        fit(run, [TimersHook(), LogHook(), TrackHook(), CheckpointHook(), NotifyHook()])
     assert reads == [3, 3, 3, 6, 6, 6, 8, 8], "every step once, and only at logged ones"
+    assert set(times) == {3, 6, 8} and len(times) > 8 * 7, "the phases of every step too"
     assert [row["step"] for row in metrics_of(tmp_path)] == list(range(1, 9))

@@ -1,28 +1,40 @@
 """metrics.jsonl with every step, and one console line per `log_interval` steps, on the first rank.
 
-A terminal also shows a progress bar. Steps with a validation and the last step are always printed.
+A terminal also shows a progress bar, and in it whether the run trains, validates or saves. Steps with a validation and
+the last step are always printed.
 """
 
 import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from statistics import fmean
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task
+from rich.text import Text
 
 from nanotrain.runs.metrics_file import MetricsFile
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.run import Run
 from nanotrain.train.step_report import SPIKE, StepReport
 
-# A line has at most MAX_WIDTH columns; on a narrow terminal as many as fit, but at least MIN_WIDTH.
+# Columns of the header where there is no terminal, and the fewest of any line.
 MAX_WIDTH, MIN_WIDTH = 100, 60
-NOTABLE_WAIT = 0.05  # the wait for data is shown from this share of the step time on
-NOTABLE_LAG = 0.1  # the same for the wait for the slowest rank; smaller waits are noise on shared machines
+LOG_WIDTH = 140  # columns of a step line where there is no terminal
+NOTABLE_LAG = 0.1  # the wait for the slowest rank is shown from this share of the step time on: less is noise
+# of a step; and what the progress bar shows for those in which no step runs
+PHASES = ("data", "forward-backward", "grad-reduce", "optimizer", "param-gather", "hooks", "validation", "checkpoint")
+SHOWN = {"validation": "validating", "checkpoint": "saving"}
+
+
+class _Phase(ProgressColumn):
+    """What the rank is doing, from its heartbeat."""
+
+    def render(self, task: Task) -> Text:
+        """The text at this moment; rich's thread asks for it."""
+        return Text(f"{SHOWN.get(task.fields['heartbeat'].read().phase, 'training'):10}")
 
 
 class LogHook(Hook):
@@ -31,7 +43,7 @@ class LogHook(Hook):
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
         self._progress = Progress(
-            TextColumn("training"),
+            _Phase(),
             BarColumn(),
             MofNCompleteColumn(),
             console=self._console,
@@ -47,7 +59,8 @@ class LogHook(Hook):
             return
         self._metrics = MetricsFile(run.folder.metrics, step=run.state.step)
         self._progress.start()
-        self._task = self._progress.add_task("", total=run.config.train.train_iters, completed=run.state.step)
+        total, done = run.config.train.train_iters, run.state.step
+        self._task = self._progress.add_task("", total=total, completed=done, heartbeat=run.context.heartbeat)
 
     def after_step(self, run: Run, report: StepReport) -> None:
         if self._metrics is None:
@@ -91,7 +104,7 @@ class LogHook(Hook):
             num_devices=run.context.topology.world_size,
             on_cpu=run.context.device.type == "cpu",
             seconds_per_step=(time.monotonic() - ended) / num_steps if num_steps else None,
-            width=max(MIN_WIDTH, min(self._console.width, MAX_WIDTH)) if self._console.is_terminal else MAX_WIDTH,
+            width=max(MIN_WIDTH, self._console.width) if self._console.is_terminal else LOG_WIDTH,
         )
         self._console.print(line)
         self._since_line.clear()
@@ -106,7 +119,10 @@ def describe(
     width: int = 1000,
     on_cpu: bool = False,
 ) -> str:
-    """The console line of a step; rates are means over the steps since the last line.
+    """The console line of a step, and below it a line of what happened: validation, tasks, skips, spikes, saves.
+
+    All step lines of a run have the same columns in the same order and of the same widths. Rates are means over the
+    steps since the last line.
 
     Args:
         reports: reports of the steps since the last line, the printed step last.
@@ -114,49 +130,67 @@ def describe(
         num_devices: one per rank.
         seconds_per_step: time per step with validations and checkpoints, for the remaining time; None: the mean of
             `reports`.
-        width: columns; a longer line leaves out its least important parts.
+        width: columns; the least important parts do not fit into fewer.
         on_cpu: the memory is that of the whole process, not of tensors only.
     """
-    last, memory_label = reports[-1], "process" if on_cpu else "mem"
-    metrics, valid = last.output.metrics, last.valid_loss
+    last, metrics, memory_label = reports[-1], reports[-1].output.metrics, "process" if on_cpu else "mem"
     seconds = sum(report.step_time_s for report in reports)
     tokens_per_second = sum(report.tokens_per_second * report.step_time_s for report in reports) / seconds
     wait = sum(report.data_wait_s for report in reports) / seconds
-    remaining = timedelta(seconds=round((train_iters - last.step) * (seconds_per_step or seconds / len(reports))))
-    skipped = sum(report.output.skipped for report in reports)
-    where = f" on {last.skipped_on}" if last.skipped_on else ""
-    stall = sum(report.save_stall_s or 0.0 for report in reports)
-    per_device = f"{tokens_per_second / num_devices:,.0f} per device" if num_devices > 1 else ""
-    # text, and its order of removal on narrow lines, the highest number first; 0: never removed
+    remaining = (train_iters - last.step) * (seconds_per_step or seconds / len(reports))
+    # text, and its order of removal on narrow lines, the highest number first; 0: never removed. Whether a text is
+    # empty depends on the settings of the run alone, and its length on no number.
     parts = [
-        (f"step {last.step}/{train_iters}", 0),
-        (f"loss {last.output.loss:.4f}", 0),
-        (f"data {last.data_stage}" if last.data_stage is not None else "", 3),
-        (f"sequences of {last.seq_length:,}" if last.seq_length is not None else "", 5),
-        (f"valid {valid:.4f} (ppl {math.exp(min(valid, 700)):,.1f})" if valid is not None else "", 0),
-        (f"{last.valid_bits_per_byte:.3f} bits per byte" if last.valid_bits_per_byte is not None else "", 6),
-        (_describe_tasks(last.evaluation or {}), 2),
-        (f"SKIPPED {skipped} (gradients not finite{where})" if skipped else "", 0),
-        (f"grad {last.output.grad_norm:.3f}", 3),
-        (f"max logit {metrics['max_attention_logit']:.2f}" if "max_attention_logit" in metrics else "", 5),
-        (f"params norm {metrics['params_norm']:.3f}" if "params_norm" in metrics else "", 5),
-        (f"zeros {metrics['num_zeros_in_grad']:,}" if "num_zeros_in_grad" in metrics else "", 5),
-        (_describe_spike(last), 4),
-        (f"lr {last.lr:.2e}", 5),
-        (f"decoupled lr {last.decoupled_lr:.2e}" if last.decoupled_lr is not None else "", 5),
+        (f"step {last.step:>{len(str(train_iters))}}/{train_iters}", 0),
+        (f"loss {last.output.loss:7.4f}", 0),
+        (f"data {last.data_stage:12}" if last.data_stage is not None else "", 7),
+        (f"sequences of {last.seq_length:>7,}" if last.seq_length is not None else "", 7),
+        (f"grad {last.output.grad_norm:7.3f}", 3),
+        (f"max logit {metrics['max_attention_logit']:7.2f}" if "max_attention_logit" in metrics else "", 7),
+        (f"params norm {metrics['params_norm']:9.3f}" if "params_norm" in metrics else "", 7),
+        (f"zeros {metrics['num_zeros_in_grad']:>14,}" if "num_zeros_in_grad" in metrics else "", 7),
+        (f"lr {last.lr:.2e}", 2),
+        (f"decoupled lr {last.decoupled_lr:.2e}" if last.decoupled_lr is not None else "", 7),
         (_describe_experts(metrics.get("moe")), 6),
-        (f"mtp {' '.join(f'{loss:.4f}' for loss in metrics['mtp_losses'])}" if "mtp_losses" in metrics else "", 4),
-        (f"{tokens_per_second:,.0f} tok/s", 1),
-        (per_device, 8),
-        (f"mfu {last.mfu:.1%}" if last.mfu is not None else "", 2),
-        (f"{memory_label} {last.peak_memory_bytes / 1e9:.2f} GB", 7),
-        (f"data wait {wait:.1%}" if wait >= NOTABLE_WAIT else "", 2),
-        (_describe_slowest(reports), 4),
-        (_describe_busy(reports), 0),
-        (f"save stall {stall:.2f} s" if stall else "", 2),
-        (f"eta {remaining}", 1),
+        (f"mtp {' '.join(f'{loss:7.4f}' for loss in metrics['mtp_losses'])}" if "mtp_losses" in metrics else "", 6),
+        (f"{tokens_per_second:9,.0f} tok/s", 1),
+        (f"{tokens_per_second / num_devices:9,.0f} per device" if num_devices > 1 else "", 8),
+        (f"mfu {last.mfu:5.1%}" if last.mfu is not None else "", 2),
+        (f"{memory_label} {last.peak_memory_bytes / 1e9:6.2f} GB", 4),
+        (f"data wait {wait:4.0%}", 5),
+        (f"eta {_clock(remaining):>9}", 1),
     ]
-    return fit([part for part in parts if part[0]], width)
+    lines = [fit([part for part in parts if part[0]], width), *(f"  {text}" for text in _notes(reports) if text)]
+    return "\n".join(lines)
+
+
+def _notes(reports: Sequence[StepReport]) -> tuple[str, str]:
+    """What happened in the steps since the last line, and the time of their phases; empty without."""
+    last, skipped = reports[-1], sum(report.output.skipped for report in reports)
+    stall, valid = sum(report.save_stall_s or 0.0 for report in reports), last.valid_loss
+    where = f" on {last.skipped_on}" if last.skipped_on else ""
+    happened = [
+        f"valid {valid:.4f} (ppl {math.exp(min(valid, 700)):,.1f})" if valid is not None else "",
+        f"{last.valid_bits_per_byte:.3f} bits per byte" if last.valid_bits_per_byte is not None else "",
+        _describe_tasks(last.evaluation or {}),
+        f"SKIPPED {skipped} (gradients not finite{where})" if skipped else "",
+        _describe_spike(last),
+        _describe_slowest(reports),
+        _describe_busy(reports),
+        f"save stall {stall:.2f} s" if stall else "",
+    ]
+    times = [report.timers for report in reports if report.timers]
+    means = {
+        name: sum(each.get(name, 0.0) for each in times) / len(reports) for name in (*PHASES, *(times or [{}])[-1])
+    }
+    phases = " | ".join(f"{name} {mean * 1e3:7,.1f}" for name, mean in means.items())
+    return " | ".join(filter(None, happened)), f"ms per step: {phases}" if times else ""
+
+
+def _clock(seconds: float) -> str:
+    """Hours, minutes and seconds: a run of days keeps the width of its columns."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def fit(parts: Sequence[tuple[str, int]], width: int) -> str:
@@ -176,8 +210,7 @@ def fit(parts: Sequence[tuple[str, int]], width: int) -> str:
 def _describe_experts(moe: dict[str, Any] | None) -> str:
     if moe is None:
         return ""
-    dropped = f", {moe['dropped']:.1%} dropped" if moe["dropped"] else ""
-    return f"experts {moe['max_load']:.2f}x{dropped}"
+    return f"experts {moe['max_load']:6.2f}x, {moe['dropped']:5.1%} dropped"
 
 
 def _describe_spike(report: StepReport) -> str:
@@ -191,7 +224,7 @@ def _describe_tasks(evaluation: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {accuracy:.1%}" for name, accuracy in scores.items())
 
 
-def _describe_slowest(reports: list[StepReport]) -> str:
+def _describe_slowest(reports: Sequence[StepReport]) -> str:
     """The rank that was most often the slowest and how long the others waited for it; empty for short waits."""
     ranks = [report.slowest_rank for report in reports if report.slowest_rank is not None]
     if not ranks:
@@ -201,7 +234,7 @@ def _describe_slowest(reports: list[StepReport]) -> str:
     return f"wait for rank {slowest} {wait:.0%}" if wait >= NOTABLE_LAG else ""
 
 
-def _describe_busy(reports: list[StepReport]) -> str:
+def _describe_busy(reports: Sequence[StepReport]) -> str:
     """The least and the most mean seconds in which a rank did not wait, with `--log-straggler`; else empty."""
     means = [fmean(times) for times in zip(*(report.busy_s for report in reports if report.busy_s), strict=True)]
     if not means:

@@ -1,7 +1,8 @@
 """Metrics for other programs, on the first rank.
 
 TrackHook    TensorBoard, Weights & Biases, and an endpoint for Prometheus with the newest numbers, as
-             `nanotrain_NAME{run="..."}`; it needs the package prometheus_client: `pip install 'nanotrain[prometheus]'`
+             `nanotrain_NAME{run="..."}`; it needs the package prometheus_client: `pip install 'nanotrain[prometheus]'`.
+             A run that is started again, also in another layout, continues its curves
 NotifyHook   a webhook: JSON messages to `train.notify` at the start and end of a run, at its failure, and at loss
              spikes. Slack and Mattermost show `text`. A thread sends the messages, so a slow or unreachable server
              neither delays a step nor ends the run.
@@ -13,6 +14,7 @@ import json
 import math
 import netrc
 import re
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,9 +29,11 @@ import numpy as np
 from nanotrain.config.schema import to_dict
 from nanotrain.log import get_logger
 from nanotrain.quantities import count_of
+from nanotrain.runs.files import write_text
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.run import Run
 from nanotrain.train.step_report import SPIKE, StepReport
+from nanotrain.untrusted import MAX_NAME, read_file
 
 log = get_logger(__name__)
 
@@ -49,7 +53,10 @@ class Tracker(Protocol):
 
 
 class TensorBoardTracker:
-    """Event files in `train.tensorboard_dir`, or in `tensorboard/` of the run folder."""
+    """Event files in `train.tensorboard_dir`, or in `tensorboard/` of the run folder.
+
+    A start purges the steps that it is going to repeat from what TensorBoard shows of the files of earlier starts.
+    """
 
     def __init__(self, run: Run) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes 2 s to import
@@ -69,7 +76,12 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Weights & Biases; without an API key offline, in `wandb/` of the run folder."""
+    """Weights & Biases; without an API key offline, in `wandb/` of the run folder.
+
+    All starts of a run have one id, in `wandb/id` of the run folder; `WANDB_RUN_ID` overrides it. The x axis is `step`,
+    the step of the training. wandb ignores rows that do not follow the last one, so its own counter also counts the
+    rows of steps that were repeated.
+    """
 
     def __init__(self, run: Run) -> None:
         import wandb
@@ -77,7 +89,11 @@ class WandbTracker:
         self._histogram = wandb.Histogram
         settings = wandb.setup().settings
         has_key = bool(settings.api_key) or _netrc_has(urlparse(settings.base_url).hostname)
+        repeated = run.folder.path / "metrics-superseded.jsonl"  # the log comes before the trackers
+        self._num_repeated = len(repeated.read_bytes().splitlines()) if repeated.is_file() else 0
         self._run = wandb.init(
+            id=settings.run_id or _wandb_id(run),
+            resume="allow",
             project=run.config.train.wandb_project,
             entity=run.config.train.wandb_entity,
             name=run.config.train.wandb_exp_name or run.folder.path.resolve().name,
@@ -86,11 +102,13 @@ class WandbTracker:
             mode="offline" if settings.mode == "online" and not has_key else None,
             settings=wandb.Settings(silent=True),
         )
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
         log.info("wandb: %s", f"offline, in {run.folder.path / 'wandb'}" if self._run.offline else self._run.url)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         lists = {name: self._histogram(value) for name, value in values.items() if isinstance(value, list)}
-        self._run.log(values | lists, step=step)
+        self._run.log(values | lists | {"step": step}, step=step + self._num_repeated)
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
@@ -147,6 +165,11 @@ class TrackHook(Hook):
                     with self._without_it(name):
                         self._trackers[name] = make(run)
 
+    def after_rollback(self, run: Run, report: StepReport) -> None:
+        """Start again at the step that the run went back to."""
+        self.close(failed=False)
+        self.before_training(run)
+
     def close(self, *, failed: bool) -> None:
         for name, tracker in list(self._trackers.items()):
             with self._without_it(name):
@@ -161,6 +184,7 @@ class TrackHook(Hook):
         fields |= {f"mtp_{number}_loss": loss for number, loss in enumerate(fields.pop("mtp_losses", []), start=1)}
         fields |= {f"loss/{name}": loss for name, loss in fields.pop("source_losses", {}).items()}
         fields |= fields.pop("evaluation", {})
+        fields |= {f"timers/{name}": seconds for name, seconds in fields.pop("timers", {}).items()}
         fields |= {f"norms/{kind}/{group}": norm for kind, each in norms.items() for group, norm in each.items()}
         values = {name: value for name, value in fields.items() if name != "step" and isinstance(value, int | float)}
         values |= {f"moe_load/{router}": counts for router, counts in moe.get("load", {}).items() if counts}
@@ -176,6 +200,15 @@ class TrackHook(Hook):
         except Exception as error:
             self._trackers.pop(name, None)
             log.warning("training goes on without %s, metrics.jsonl has every step: %s", name, error)
+
+
+def _wandb_id(run: Run) -> str:
+    """The id of the run at Weights & Biases, which its folder keeps; a run that is begun anew has a new one."""
+    path = run.folder.path / "wandb" / "id"
+    if not (path.is_file() and run.config.checkpoint.auto_resume):
+        path.parent.mkdir(exist_ok=True)
+        write_text(path, secrets.token_hex(4))
+    return read_file(path, most=MAX_NAME).decode()
 
 
 def _netrc_has(host: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""TensorBoard's event files are read back, wandb works offline without a key, Prometheus gets every number."""
+"""TensorBoard's event files are read back, Prometheus gets every number, messages are sent in order."""
 
 import errno
 import json
@@ -15,7 +15,7 @@ from nanotrain.config.flags import parse
 from nanotrain.config.load import configure, explain, load, load_config, load_object, to_yaml
 from nanotrain.config.schema import config_from_dict, to_dict
 from nanotrain.errors import ConfigError
-from nanotrain.train.hooks import track as hook_track
+from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.track import TRACKERS, NotifyHook, Sender, TrackHook
 from nanotrain.train.main import main
 from nanotrain.train.step_report import SpikeScore
@@ -28,7 +28,9 @@ def read_scalars(folder) -> dict[str, dict[int, float]]:
 
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+    assert all(len({event.step for event in each}) == len(each) for each in scalars.values()), "a step twice"
+    return {tag: {event.step: event.value for event in each} for tag, each in scalars.items()}
 
 
 def test_tensorboard_has_every_number_of_every_step(tmp_path):
@@ -43,18 +45,26 @@ def test_tensorboard_has_every_number_of_every_step(tmp_path):
         assert scalars["skipped"][line["step"]] == 0.0
 
 
-def test_wandb_works_offline_without_a_key(tmp_path, monkeypatch, logged):
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # and no netrc
-    monkeypatch.setattr(hook_track, "_netrc_has", lambda host: False)
-    for name in ("WANDB_X_SERVICE_WAIT", "WANDB_INIT_TIMEOUT"):  # for the start of its process on a busy machine
-        monkeypatch.setenv(name, str(HANG_S))
-    with small_run(tmp_path / "run", "--train-iters", "2", "--wandb", "--wandb-project", "test") as run:
-        train(run, TrackHook())
-    (run_file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
-    assert run_file.stat().st_size > 0
-    assert any(line.startswith("wandb: offline, in ") for line in logged)
+def test_tensorboard_continues_after_a_kill_and_a_rollback(tmp_path):
+    from nanotrain.train.hooks.log import LogHook
+
+    # Given a run that saved step 2 and was killed after step 3,
+    arguments = ("--save-interval", "2", "--tensorboard")
+    with small_run(tmp_path, "--train-iters", "9", *arguments) as run, pytest.raises(RuntimeError):
+        train(run, LogHook(), TrackHook(), CheckpointHook(), Failing(3))
+    # when it goes on from there, and goes back to step 4 after step 5,
+    hook = TrackHook()
+    with small_run(tmp_path, "--train-iters", "5", "--tensorboard") as run:
+        train(run, LogHook(), hook)
+        hook.before_training(run)
+        run.state.step = 4
+        hook.after_rollback(run, report_of(6))
+        hook.after_read(run, report_of(5, loss=7.0))
+        hook.close(failed=False)
+    # then every step is there once, as it was taken last.
+    losses = read_scalars(tmp_path)["loss"]
+    assert sorted(losses) == [1, 2, 3, 4, 5] and losses[5] == 7.0
+    assert losses[4] == pytest.approx(metrics_of(tmp_path)[3]["loss"])
 
 
 class Notebook:
@@ -152,7 +162,7 @@ def test_tokens_per_expert_are_histograms(tmp_path):
         ),
     )
     board, wandb = TensorBoardTracker(run), object.__new__(WandbTracker)
-    wandb._histogram = list
+    wandb._histogram, wandb._num_repeated = list, 0
     wandb._run = SimpleNamespace(log=lambda values, step: written.append(values), finish=lambda exit_code: None)
     hook._trackers = {"tensorboard": board, "wandb": wandb}
     hook.after_read(run, report_of(1, metrics={"moe": {"max_load": 1.5, "load": {"layers.1": [10, 30, 20, 4]}}}))
