@@ -12,7 +12,14 @@ from tests.harness import HANG_S
 SCRIPT = Path(__file__).parents[1] / "scripts" / "launch_k8s"
 NEEDED = {"IMAGE": "my/nanotrain:0.1", "VOLUME": "my-claim"}
 
-MACHINES = {"NAME": "llama", "NODES": "4", "GPUS": "2", "NANOTRAIN_NUMA": "node", "OTHER_NCCL_X": "1"}
+MACHINES = {
+    "NAME": "llama",
+    "NODES": "4",
+    "GPUS": "2",
+    "RDMA": "rdma/ib=8",
+    "NANOTRAIN_NUMA": "node",
+    "OTHER_NCCL_X": "1",
+}
 GRACE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "150"}  # seconds for the last save, as in launch_slurm
 NETWORK = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "=it's", "NCCL_IB_HCA": "mlx5_0:1,mlx5_1:1"}
 
@@ -20,6 +27,12 @@ NETWORK = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "=it's", "NCCL_IB
 def render(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": os.environ["PATH"], **variables}
     return subprocess.run(["sh", str(SCRIPT), *words], env=environment, capture_output=True, text=True, timeout=HANG_S)
+
+
+def meeting(name: str, nodes: int, gpus: int) -> list[str]:
+    """The arguments with which the pods meet."""
+    where = [f"--master-addr={name}-0.{name}", "--master-port=29500"]
+    return [f"--nnodes={nodes}", f"--nproc-per-node={gpus}", "--rdzv-backend=static", *where]
 
 
 def container_of(job: dict[str, Any]) -> dict[str, Any]:
@@ -35,25 +48,37 @@ def test_a_job_of_four_machines():
         **NETWORK,
     )
     service, job = yaml.safe_load_all(done.stdout)
-    assert service["spec"] == {"clusterIP": "None", "selector": {"job-name": "llama"}}
+    selector = {"job-name": "llama"}
+    assert service["spec"] == {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}
     assert (job["spec"]["completions"], job["spec"]["parallelism"], job["spec"]["completionMode"]) == (4, 4, "Indexed")
     container = container_of(job)
-    assert " ".join(container["command"]) == (
-        "torchrun --nnodes 4 --nproc-per-node 2 --rdzv-id llama --rdzv-backend c10d"
-    )
-    endpoint = ["--rdzv-endpoint", "llama-0.llama:29500", "-m", "nanotrain.train"]
     training = ["+config=llama7b", "--data-path", "/data/it's here", "--lr=1e-3"]
-    assert container["args"] == ["--numa-binding=node", *endpoint, *training]
+    assert container["args"] == [*meeting("llama", 4, 2), "--numa-binding=node", "-m", "nanotrain.train", *training]
+    (rule,) = job["spec"]["template"]["spec"]["affinity"]["podAntiAffinity"].popitem()[1]
+    assert rule == {"labelSelector": {"matchLabels": selector}, "topologyKey": "kubernetes.io/hostname"}
     assert {row["name"]: row["value"] for row in container["env"]} == {"OMP_NUM_THREADS": "1", **GRACE, **NETWORK}
     assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > int(*GRACE.values())
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": "2"}}
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": "2", "rdma/ib": "8"}}
+    assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
 
 
 def test_without_variables():
     _, job = yaml.safe_load_all(render(**NEEDED, OMP_NUM_THREADS="6").stdout)
     container = container_of(job)
     assert {row["name"]: row["value"] for row in container["env"]} == {"OMP_NUM_THREADS": "6", **GRACE}
-    assert container["args"] == ["--rdzv-endpoint", "nanotrain-0.nanotrain:29500", "-m", "nanotrain.train"]
+    assert container["args"] == [*meeting("nanotrain", 1, 8), "-m", "nanotrain.train"]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}}
+    assert not container["securityContext"]["capabilities"]["add"]
+
+
+def test_a_pod_has_the_node_rank_of_its_index(tmp_path):
+    _, job = yaml.safe_load_all(render(**NEEDED).stdout)
+    (tmp_path / "torchrun").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "3"}
+    command = [*container_of(job)["command"], "--lr", "a  b"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
+    assert done.stdout == "--node-rank 3 --lr a  b\n"
 
 
 def test_an_image_and_a_volume_are_needed():
