@@ -1,19 +1,26 @@
 """metrics.jsonl: one JSON object per step, appended; rows of steps that are repeated are set aside, never erased.
 
-metrics.jsonl               the rows of the run, in order of steps
+metrics.jsonl               the rows of the run, in order of steps; each ends with a checksum of the rest
 metrics-superseded.jsonl    rows of steps that a later start repeated, in the order in which they were set aside
 """
 
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from nanotrain.errors import EnvironmentFault
+from nanotrain.log import get_logger
+from nanotrain.quantities import count_of
 from nanotrain.runs.files import disk_errors, disk_fault, open_append, write_all, write_bytes
 from nanotrain.untrusted import LARGEST, read_file
+
+log = get_logger(__name__)
+_SUM = re.compile(rb', "crc32": "([0-9a-f]{8})"}\n\Z')  # of the row without it
 
 
 class MetricsFile:
@@ -39,7 +46,8 @@ class MetricsFile:
             EnvironmentFault: the disk is full, or the file was replaced by another process.
             FolderVanished: the run folder was removed.
         """
-        line = json.dumps(row).encode() + b"\n"
+        text = json.dumps(row).encode()
+        line = text[:-1] + b', "crc32": "%08x"}\n' % crc32(text)
         with disk_errors(self.path, needed=len(line)):
             self._require_same_file()
             start = os.fstat(self._file.fileno()).st_size
@@ -83,11 +91,10 @@ def set_aside_after(path: Path, step: int) -> None:
         raise disk_fault(error, path) from None
     except ValueError as error:
         raise EnvironmentFault(f"{path} cannot be read", why=str(error), fix="remove it") from None
-    kept: list[bytes] = []
-    superseded: list[bytes] = []
-    for line in content.splitlines(keepends=True):
-        is_kept = line.endswith(b"\n") and _step_of(line) <= step
-        (kept if is_kept else superseded).append(line.rstrip(b"\n") + b"\n")
+    rows = [(line, _step_of(line)) for line in content.splitlines(keepends=True)]
+    _warn_of_changes(path, rows, step=step)
+    kept = [line for line, number in rows if line.endswith(b"\n") and number <= step]
+    superseded = [line.rstrip(b"\n") + b"\n" for line, number in rows if not line.endswith(b"\n") or number > step]
     if not superseded:
         return
     aside = path.with_name("metrics-superseded.jsonl")
@@ -95,6 +102,26 @@ def set_aside_after(path: Path, step: int) -> None:
         write_all(file, b"".join(superseded))
         os.fsync(file.fileno())
     write_bytes(path, b"".join(kept))
+
+
+def _warn_of_changes(path: Path, rows: Sequence[tuple[bytes, float]], *, step: int) -> None:
+    """Warn once of complete rows that are not as they were written, and of missing ones up to `step`.
+
+    Older versions wrote no checksum. A half row at the end is that of a killed writer.
+    """
+    changed, has_sums, steps = [], False, {number for _, number in rows}
+    for number, (row, step_of_row) in enumerate(rows, start=1):
+        found = _SUM.search(row)
+        is_whole = not has_sums and step_of_row < math.inf
+        if found is not None:
+            is_whole, has_sums = crc32(row[: found.start()] + b"}") == int(found[1], 16), True
+        if row.endswith(b"\n") and not is_whole:
+            changed.append(number)
+    missing = [number for number in range(step + 1) if number not in steps and number > min(steps, default=step)]
+    faults = [f"{count_of(len(changed), 'row', verb='is')} not as written, first line {changed[0]}"] if changed else []
+    faults += [f"{count_of(len(missing), 'row', verb='is')} missing, first step {missing[0]}"] if missing else []
+    if faults:
+        log.warning("%s was changed: %s", path, "; ".join(faults))
 
 
 def _step_of(line: bytes) -> float:

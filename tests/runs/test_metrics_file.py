@@ -46,6 +46,33 @@ def test_a_row_that_cannot_be_read_is_set_aside(tmp_path, row):
     assert (tmp_path / "metrics-superseded.jsonl").read_bytes() == row.rstrip(b"\n") + b"\n"
 
 
+def test_rows_that_were_changed_or_cut_are_mentioned_at_the_next_start(tmp_path, logged):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, step=0)
+    for step in (1, 2, 3):
+        file.append({"step": step, "loss": 2.5})
+    file.close()
+    sound = path.read_bytes()
+    MetricsFile(path, step=3).close()
+    assert not logged and json.loads(sound.splitlines()[0])["loss"] == 2.5
+
+    where = f"{path} was changed: "
+    path.write_bytes(sound.replace(b'"step": 2, "loss": 2.5', b'"step": 2, "loss": 2.4'))
+    MetricsFile(path, step=3).close()
+    assert logged[-1] == where + "1 row is not as written, first line 2"
+    path.write_bytes(b"".join(sound.splitlines(keepends=True)[:1]))
+    MetricsFile(path, step=3).close()
+    assert logged[-1] == where + "2 rows are missing, first step 2"
+
+    for bit in range(8):  # of every seventh byte
+        for place in range(bit, len(sound), 7):
+            logged.clear()
+            path.write_bytes(sound[:place] + bytes([sound[place] ^ 1 << bit]) + sound[place + 1 :])
+            MetricsFile(path, step=3).close()
+            in_name_of_sum = sound[:place].count(b"\n") == 0 and place >= sound.index(b', "crc32')
+            assert len(logged) == 1 or in_name_of_sum, (place, bit)
+
+
 def test_missing_or_complete_metrics_leave_no_other_file(tmp_path):
     set_aside_after(tmp_path / "metrics.jsonl", 3)
     assert not list(tmp_path.iterdir())
@@ -57,12 +84,12 @@ def test_missing_or_complete_metrics_leave_no_other_file(tmp_path):
 def test_a_full_disk_is_one_error_with_path_and_space_and_leaves_no_half_row(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl", step=0)
     file.append({"step": 1})
-    with file_size_limit(20), pytest.raises(EnvironmentFault) as error:
+    with file_size_limit(40), pytest.raises(EnvironmentFault) as error:
         file.append({"step": 2})
     assert "metrics.jsonl cannot be written: File too large" in str(error.value)
-    assert "12 bytes needed" in error.value.why and "bytes free in" in error.value.why
+    assert "33 bytes needed" in error.value.why and "bytes free in" in error.value.why
     file.append({"step": 2})  # there is space again
-    assert file.path.read_text() == lines(1, 2)
+    assert [json.loads(line)["step"] for line in file.path.read_text().splitlines()] == [1, 2]
 
 
 def test_a_removed_folder_is_noticed_at_the_next_row(tmp_path):
