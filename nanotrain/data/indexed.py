@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from nanotrain.data.checksums import CHECKED_ON_OPENING, check_blocks
 from nanotrain.data.token_format import HEADER, bin_path, idx_path, read_header
 from nanotrain.errors import DataError
 from nanotrain.quantities import count_of
@@ -65,6 +66,7 @@ class IndexedTokens:
         self._documents = columns[pointers_end:].view("<i8")
         self._check_documents()
         self._check_size()
+        check_blocks(self.prefix, most=CHECKED_ON_OPENING)
 
     def __reduce__(self) -> tuple[type, tuple[Path]]:
         return IndexedTokens, (self.prefix,)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from nanotrain.data.checksums import sums_path
 from nanotrain.data.corpus_info import CorpusInfo, read_info, tokenizer_path, write_info
 from nanotrain.data.token_format import bin_path, check_dtype, idx_path, smallest_dtype
 from nanotrain.data.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
@@ -31,7 +32,7 @@ from nanotrain.prepare.parts import CURE, PartJob, is_complete, open_parts, part
 from nanotrain.prepare.readers import DocumentReader, pick_text
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.quantities import count_of
-from nanotrain.runs.files import disk_errors, is_own, make_folder, remove_folder
+from nanotrain.runs.files import disk_errors, is_own, make_folder, remove_folder, write_bytes
 from nanotrain.runs.lock import hold_lock
 
 _STREAMED_ROWS = 256  # rows per chunk of a stream
@@ -211,6 +212,7 @@ def _merge(prefix: Path, job: PartJob, *, num_parts: int, tokenizer: Tokenizer, 
             raise DataError(f"nothing was written to {prefix}", why="the input holds no text", fix="check --input")
         writer.complete()  # a full disk is found while the older pair is whole
         idx_path(prefix).unlink(missing_ok=True)  # an older pair never stands beside another's tokenizer and plan
+        write_bytes(sums_path(prefix), writer.sums.to_bytes(), fix=CURE)
         if job.tokenizer != "bytes":
             make_folder(tokenizer_path(prefix), fix=CURE)
         saved = tokenizer.save(tokenizer_path(prefix))

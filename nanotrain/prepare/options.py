@@ -3,11 +3,14 @@
 import argparse
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from nanotrain.data.token_format import prefix_of
+from nanotrain.data.checksums import check_blocks
+from nanotrain.data.token_format import bin_path, prefix_of
 from nanotrain.errors import DataError
 from nanotrain.paths import local_path
 from nanotrain.prepare.inputs import Limits
+from nanotrain.quantities import count_of
 from nanotrain.system import usable_cores
 
 _BPE = "bpe:"
@@ -101,3 +104,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inflation_help = "limit of the bytes in a compressed file per byte of the file (default: %(default)s)"
     add("--max-inflation", type=int, default=Limits.inflation, metavar="N", help=inflation_help)
     add("--overwrite", action="store_true", help="replace an existing PREFIX")
+    add("--verify", action=_Verify, metavar="PREFIX", help="only compare every token of PREFIX.bin with its checksums")
+
+
+class _Verify(argparse.Action):
+    """Checks a corpus and ends the program."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
+        prefix = Path(prefix_of(str(rest[1]))).expanduser()
+        number = check_blocks(prefix)
+        if not number:
+            why = "an older version or another program wrote it"
+            raise DataError(f"{prefix} has no checksums", why=why, fix="prepare it again to have them")
+        print(f"{bin_path(prefix)}: sound ({count_of(number, 'block')}, all checksums match)")
+        parser.exit()

@@ -6,7 +6,6 @@ disk. An older pair stays until then.
 
 import os
 import secrets
-import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from nanotrain.data.checksums import BlockSums
 from nanotrain.data.token_format import HEADER, IndexHeader, bin_path, idx_path, read_header
 
 _COPY_BYTES = 1 << 22
@@ -35,6 +35,7 @@ class TokenWriter:
         folder, token = scratch or self.prefix.parent, secrets.token_hex(4)
         self._partials = [folder / f".{self.prefix.name}.{suffix}.{token}.partial" for suffix in ("bin", "idx")]
         self._lengths: list[np.ndarray] = []
+        self.sums = BlockSums()  # of the tokens written so far
         self._file = self._partials[0].open("xb")
         self._is_complete = False
 
@@ -46,7 +47,7 @@ class TokenWriter:
     def add_documents(self, ids: np.ndarray, lengths: np.ndarray) -> None:
         """Append several documents: their concatenated tokens, and the number of tokens of each."""
         assert int(lengths.sum()) == len(ids), "wrong lengths would shift every later document"
-        self._file.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
+        self._write(np.ascontiguousarray(ids, dtype=self.dtype).data)
         self._lengths.append(lengths.astype("<i4"))
 
     def append_pair(self, prefix: Path) -> None:
@@ -57,7 +58,12 @@ class TokenWriter:
             index.seek(HEADER.size)
             self._lengths.append(np.fromfile(index, dtype="<i4", count=header.num_sequences))
         with bin_path(prefix).open("rb") as tokens:
-            shutil.copyfileobj(tokens, self._file, _COPY_BYTES)
+            while some := tokens.read(_COPY_BYTES):
+                self._write(some)
+
+    def _write(self, data: memoryview | bytes) -> None:
+        self._file.write(data)
+        self.sums.add(data)
 
     @property
     def num_documents(self) -> int:
