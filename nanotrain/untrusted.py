@@ -1,6 +1,11 @@
 """Parse JSON that may be damaged or hostile, and check its values one by one.
 
     read_file, unreadable                 the bytes of a regular file of bounded size, or why there are none
+<<<<<<< HEAD
+=======
+    open_file, read_rows                  the same check of a file that is read in parts, as rows of JSON
+    parse_yaml, plain_text                YAML without aliases; text without control characters
+    own_file                              a file of a downloaded folder, and no link out of it
     parse_json                            text -> value; ValueError for anything but plain JSON of bounded depth
     whole_number, finite_number,          a value of the expected type and range, else ValueError with the field's name
     text_of, object_of, list_of,
@@ -14,15 +19,21 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
+
+import yaml
 
 MAX_DEPTH = 64  # of nested lists and objects; real files have 2 to 8
 LARGEST = 2**62  # of sizes, offsets and counters: sums of two still fit into 64 bits
 MAX_FILE_BYTES = 1 << 30  # of JSON; the manifest of 70B parameters on 1,024 ranks has 36 MB
 MAX_TOKENIZER_BYTES = 1 << 28  # of a tokenizer; that of Gemma 3, with 262,144 tokens, has 33 MB
 BLOCK_BYTES = 1 << 16  # of a file that is read in parts
+MAX_ROWS_BYTES, MAX_LINE = 1 << 28, 1 << 20  # of rows of JSON; one of 61 routers with 256 experts has 0.1 MB
+MAX_TEXT = 100_000  # characters that are shown
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 MAX_NAME = 255  # bytes of a file name on every common file system
 
 
@@ -37,9 +48,7 @@ def read_file(
         OSError: it cannot be read.
         ValueError: it is no regular file, or larger than `most` bytes.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows_links else os.O_NOFOLLOW)
-    with open(os.open(path, flags), "rb") as file:
-        _require_size(os.fstat(file.fileno()), most)
+    with open_file(path, follows_links=follows_links, most=most) as file:
         if until is None:
             return file.read()
         content = bytearray()
@@ -48,6 +57,51 @@ def read_file(
             if until.search(content, max(0, len(content) - 2 * BLOCK_BYTES)):
                 break
         return bytes(content)
+
+
+def open_file(path: Path, *, follows_links: bool = False, most: int = LARGEST) -> BinaryIO:
+    """Open a file to read; errors as of `read_file`."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows_links else os.O_NOFOLLOW)
+    file = open(os.open(path, flags), "rb")
+    try:
+        _require_size(os.fstat(file.fileno()), most)
+    except ValueError:
+        file.close()
+        raise
+    return file
+
+
+def read_rows(path: Path, *, most: int = MAX_ROWS_BYTES) -> Iterator[dict[str, Any]]:
+    """The objects of a file with one per line, of a large file those of the last `most` bytes.
+
+    Other lines, those longer than MAX_LINE, and a file that cannot be read are left out.
+    """
+    try:
+        file = open_file(path)
+    except (OSError, ValueError):
+        return
+    with file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+        while most > 0 and (line := file.readline(MAX_LINE)):
+            most -= len(line)
+            with suppress(ValueError):  # truncated by a crash
+                row = parse_json(line, allow_nan=True)
+                if isinstance(row, dict):
+                    yield row
+
+
+def own_file(path: Path) -> Path:
+    """The path of a file of a downloaded folder: a regular file, or a link in it or into the blobs of the hub's cache.
+
+    Raises:
+        OSError: there is none.
+        ValueError: it is something else.
+    """
+    folder = path.parent.resolve()
+    if path.is_symlink() and path.resolve().parent not in (folder, folder.parent.parent / "blobs"):
+        raise ValueError("it is a symbolic link to another folder")
+    _require_size(os.stat(path), LARGEST)
+    return path
 
 
 def _require_size(status: os.stat_result, most: int) -> None:
@@ -83,6 +137,39 @@ def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
     if depth_of(value) > MAX_DEPTH:
         raise ValueError("it is nested too deeply")
     return value
+
+
+class _Loader(yaml.SafeLoader):
+    """A loader that reads no aliases: a few lines of them can stand for billions of values."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("it has an alias")
+        return super().compose_node(parent, index)
+
+
+def parse_yaml(text: str | bytes) -> Any:
+    """Parse YAML of plain values.
+
+    Raises:
+        ValueError: not YAML, with aliases, or nested deeper than MAX_DEPTH.
+    """
+    try:
+        value = yaml.load(text, _Loader)
+    except (yaml.YAMLError, RecursionError, AttributeError, TypeError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    if depth_of(value) > MAX_DEPTH:
+        raise ValueError("it is nested too deeply")
+    return value
+
+
+def plain_text(value: Any) -> str:
+    """Text of bounded length that a terminal and a page can show: no control characters, no lone surrogates.
+
+    >>> plain_text("a\x1b[2J"), plain_text(1)
+    ('a\ufffd[2J', '1')
+    """
+    return _CONTROL.sub("\ufffd", (value if isinstance(value, str) else shown(value))[:MAX_TEXT])
 
 
 def depth_of(value: Any) -> int:

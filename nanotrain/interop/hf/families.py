@@ -28,12 +28,14 @@ from nanotrain.config.schema import (
 )
 from nanotrain.errors import ConfigError, HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical, free_keys
-from nanotrain.interop.hf.layout import Layout
+from nanotrain.interop.hf.layout import COUNTED, Layout
 from nanotrain.interop.hf.names import HFName, Naming
 from nanotrain.interop.hf.parts import PARTS
 from nanotrain.interop.hf.tables import TABLES, read_tables
 from nanotrain.interop.hf.weights import has_mtp_weights
-from nanotrain.untrusted import object_of, parse_json, read_file, unreadable
+from nanotrain.untrusted import object_of, own_file, parse_json, read_file, shown, unreadable, whole_number
+
+MAX_CONFIG_BYTES = 1 << 24  # those of models have 1 to 20 kB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +106,23 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     family = _family(str(raw.get("model_type", "(none)")))
     try:
         # With the bounds of a configuration: a size may be text, negative or a fraction in a damaged file.
-        return without_absent(config_from_dict({"model": nest(family.read(raw))}).model)
+        return without_absent(config_from_dict({"model": nest(_checked(family.read(raw)))}).model)
     except (ConfigError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         why = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         what = "config.json has an entry that describes no model"
         raise HuggingFaceError(what, why=why, fix="fetch the folder again") from None
+
+
+def _checked(values: dict[str, Any]) -> dict[str, Any]:
+    """Values of the model section as JSON has them: numbers are no text, and what is counted is bounded."""
+    for key, value in values.items():
+        if isinstance(value, str) and KEYS[f"model.{key}"].item in (int, float):
+            raise ValueError(f"{key} is {shown(value)}, it must be a number")
+    for key in COUNTED.keys() & values.keys():
+        whole_number(values[key] or 0, key, high=COUNTED[key])
+    layers, experts = (values.get(key) or 0 for key in ("num_layers", "moe.num_experts"))
+    whole_number(layers * experts, "layers x experts", high=COUNTED["all experts"])
+    return values
 
 
 def model_from_hf(folder: Path) -> ModelConfig:
@@ -131,7 +145,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     try:
-        return object_of(parse_json(read_file(path), allow_nan=True), "it")
+        return object_of(parse_json(read_file(own_file(path), most=MAX_CONFIG_BYTES), allow_nan=True), "it")
     except (OSError, ValueError) as error:
         fix = "give a folder as `save_pretrained` writes it, with config.json and *.safetensors"
         raise HuggingFaceError(f"cannot read {path}", why=unreadable(error), fix=fix) from None

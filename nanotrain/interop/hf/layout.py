@@ -12,11 +12,14 @@ from nanotrain.config.model import ModelConfig
 from nanotrain.config.schema import flat_values
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import resolved
+from nanotrain.untrusted import whole_number
 
 Values = dict[str, Any]
 Raw = Mapping[str, Any]  # a parsed config.json
 # Two names of one entry: either may be missing.
 SYNONYMS = (("num_experts", "num_local_experts"), ("num_local_experts", "num_experts"), ("n_positions", "n_ctx"))
+# Largest numbers of what is listed one by one.
+COUNTED = {"num_layers": 1000, "moe.num_experts": 4096, "mtp.num_layers": 100, "all experts": 1 << 17}
 # Entries that may be null; others are written as 0 for a model without the feature, which is not read as that model.
 NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
 
@@ -55,6 +58,9 @@ class Layout:
             HuggingFaceError: an unsupported feature.
         """
         raw = {**self.defaults, **{name: raw[other] for name, other in SYNONYMS if other in raw}, **raw}
+        for entry, key in self.entries.items():
+            if key in COUNTED and raw.get(entry) is not None:
+                whole_number(raw[entry], entry, high=COUNTED[key])
         for key, supported in self.required.items():  # a missing entry has the first, and null is false
             present = raw.get(key, supported[0])
             if present not in supported and (present or supported[0]):

@@ -23,9 +23,19 @@ from torch import Tensor
 
 from nanotrain.errors import HuggingFaceError
 from nanotrain.spec.boxes import Box
-from nanotrain.untrusted import object_of, parse_json, plain_file_name, read_file, shown
+from nanotrain.untrusted import (
+    list_of,
+    object_of,
+    own_file,
+    parse_json,
+    plain_file_name,
+    read_file,
+    shown,
+    whole_number,
+)
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"  # in order of preference
+MAX_INDEX_BYTES = 1 << 26  # that of DeepSeek-V3, with 91,991 tensors, has 9 MB
 PICKLES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 
 
@@ -38,15 +48,19 @@ def fp8_block_size(raw: Mapping[str, Any]) -> tuple[int, int] | None:
     Raises:
         HuggingFaceError: another quantization.
     """
-    quantization = raw.get("quantization_config")
-    if not quantization or quantization.get("quant_method") == "mxfp4":  # whose tensors show it
+    quantization = raw.get("quantization_config") or {}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if not quantization or method == "mxfp4":  # whose tensors show it
         return None
-    method, size = quantization.get("quant_method"), quantization.get("weight_block_size")
-    if method != "fp8" or not isinstance(size, list) or len(size) != 2:
-        fix = "choose a checkpoint without quantization"
-        why = "weights are read in fp32, bf16, fp16, or fp8 with a factor per block (weight_block_size)"
-        raise HuggingFaceError(f"config.json has quantization_config: {method!r}", why=why, fix=fix)
-    return int(size[0]), int(size[1])
+    try:
+        rows, columns = list_of(object_of(quantization, "it").get("weight_block_size"), "weight_block_size", length=2)
+        if method == "fp8":
+            return whole_number(rows, "weight_block_size", low=1), whole_number(columns, "weight_block_size", low=1)
+    except ValueError:
+        pass
+    fix = "choose a checkpoint without quantization"
+    why = "weights are read in fp32, bf16, fp16, or fp8 with a factor per block (weight_block_size: two whole numbers)"
+    raise HuggingFaceError(f"config.json has quantization_config: {shown(method)}", why=why, fix=fix)
 
 
 def has_mtp_weights(folder: Path) -> bool:
@@ -85,14 +99,14 @@ class WeightFiles:
         """One box of a tensor, on the CPU, in the file's dtype; fp8 weights are dequantized to fp32.
 
         Raises:
-            HuggingFaceError: integers, or fp8 without factors.
+            HuggingFaceError: integers, fp8 without factors, or values that are not finite.
         """
         values: Tensor = self._tensors[name][box.slices()]
         if not values.is_floating_point():
             fix = "give a folder with weights in fp32, bf16 or fp16"
             raise HuggingFaceError(f"{name} is stored as {values.dtype}", why="weights are floating-point", fix=fix)
         if values.itemsize > 1:
-            return values
+            return self._finite(name, values)
         if self.block_size is None or name + SCALE not in self._tensors:
             why = "fp8 weights need quantization_config in config.json and a factor per block"
             fix = f"use a folder that has {name}{SCALE}"
@@ -102,7 +116,16 @@ class WeightFiles:
             for start, stop, size in zip(box.start, box.stop, self.block_size, strict=True)
         ]
         factors: Tensor = self._tensors[name + SCALE][:]
-        return values.float() * factors[blocks[0]][:, blocks[1]]
+        return self._finite(name, values.float() * factors[blocks[0]][:, blocks[1]])
+
+    def _finite(self, name: str, values: Tensor) -> Tensor:
+        if not bool(torch.isfinite(values).all()):
+            why, fix = (
+                "a model with them computes nothing but NaN",
+                "fetch the folder again, or choose another checkpoint",
+            )
+            raise HuggingFaceError(f"{name} in {self.folder} has values that are not finite", why=why, fix=fix)
+        return values
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -133,7 +156,8 @@ def _conversion(folder: Path) -> str:
 
 def _indexed(index: Path) -> list[str]:
     try:
-        table = object_of(parse_json(read_file(index), allow_nan=True), "it")
+        content = read_file(own_file(index), most=MAX_INDEX_BYTES)
+        table = object_of(parse_json(content, allow_nan=True), "it")
         weight_map = object_of(table.get("weight_map"), "weight_map")
         return sorted({plain_file_name(file, f"weight_map[{shown(name)}]") for name, file in weight_map.items()})
     except (OSError, ValueError) as error:
@@ -144,7 +168,7 @@ def _indexed(index: Path) -> list[str]:
 def _open(path: Path) -> Mapping[str, Any]:
     """Name -> what a box can be read from by indexing."""
     try:
-        file: Any = safe_open(path, framework="pt", device="cpu")
+        file: Any = safe_open(own_file(path), framework="pt", device="cpu")
         return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     except Exception as error:  # SafetensorError, KeyError, OSError: depends on the damage
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
