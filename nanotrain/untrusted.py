@@ -1,8 +1,6 @@
 """Parse JSON that may be damaged or hostile, and check its values one by one.
 
     read_file, unreadable                 the bytes of a regular file of bounded size, or why there are none
-<<<<<<< HEAD
-=======
     open_file, read_rows                  the same check of a file that is read in parts, as rows of JSON
     parse_yaml, plain_text                YAML without aliases; text without control characters
     own_file                              a file of a downloaded folder, and no link out of it
@@ -32,6 +30,7 @@ MAX_FILE_BYTES = 1 << 30  # of JSON; the manifest of 70B parameters on 1,024 ran
 MAX_TOKENIZER_BYTES = 1 << 28  # of a tokenizer; that of Gemma 3, with 262,144 tokens, has 33 MB
 BLOCK_BYTES = 1 << 16  # of a file that is read in parts
 MAX_ROWS_BYTES, MAX_LINE = 1 << 28, 1 << 20  # of rows of JSON; one of 61 routers with 256 experts has 0.1 MB
+MAX_BAD_LINES = 1000  # in a row
 MAX_TEXT = 100_000  # characters that are shown
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 MAX_NAME = 255  # bytes of a file name on every common file system
@@ -62,7 +61,7 @@ def read_file(
 def open_file(path: Path, *, follows_links: bool = False, most: int = LARGEST) -> BinaryIO:
     """Open a file to read; errors as of `read_file`."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows_links else os.O_NOFOLLOW)
-    file = open(os.open(path, flags), "rb")
+    file = open(os.open(path, flags), "rb")  # noqa: SIM115
     try:
         _require_size(os.fstat(file.fileno()), most)
     except ValueError:
@@ -82,11 +81,13 @@ def read_rows(path: Path, *, most: int = MAX_ROWS_BYTES) -> Iterator[dict[str, A
         return
     with file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - most))
-        while most > 0 and (line := file.readline(MAX_LINE)):
-            most -= len(line)
+        bad = 0
+        while most > 0 and bad < MAX_BAD_LINES and (line := file.readline(MAX_LINE)):
+            most, bad = most - len(line), bad + 1
             with suppress(ValueError):  # truncated by a crash
                 row = parse_json(line, allow_nan=True)
                 if isinstance(row, dict):
+                    bad = 0
                     yield row
 
 

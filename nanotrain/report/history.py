@@ -4,26 +4,43 @@ A report must open whatever a crash left behind, so a missing or damaged file is
 read is skipped. Steps that were repeated after a resume appear once, as the last run of them.
 """
 
+import math
 import sys
 import time
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
+from functools import lru_cache
+from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from nanotrain.config.schema import unnest, with_current_keys
 from nanotrain.errors import EnvironmentFault
 from nanotrain.runs.folder import RunFolder
-from nanotrain.untrusted import LARGEST, finite_number, object_of, parse_json, whole_number
+from nanotrain.untrusted import (
+    LARGEST,
+    MAX_NAME,
+    finite_number,
+    object_of,
+    parse_json,
+    parse_yaml,
+    plain_text,
+    read_file,
+    read_rows,
+    whole_number,
+)
 
 # A run whose metrics have not grown for this long is not running any more, unless one of its steps takes longer.
 RUNNING_S = 120.0
+MAX_SETTINGS_BYTES = 1 << 18  # of config.yaml and environment.json, which have 10 and 20 kB
+MAX_RANKS = 200_000
+MAX_COLUMNS, MAX_VALUES = 1000, 1 << 25
+MAX_SAMPLES, MAX_STARTS = 100, 10_000
 _STEPS_TO_WAIT = 5
 
 
@@ -76,28 +93,32 @@ class RunHistory:
                 why="it has neither config.yaml nor metrics.jsonl",
                 fix="name the folder that a run printed as `run folder`",
             )
-        rows = list({row["step"]: row for row in _json_lines(run.metrics) if _is_step(row.get("step"))}.values())
-        rows.sort(key=lambda row: row["step"])
-        repeated = (row.get("step_time_s") for row in _json_lines(folder / "metrics-superseded.jsonl"))
-        samples = {str(row.get("step")): row for row in _json_lines(folder / "samples.jsonl") if "text" in row}
+        rows, environment = _Rows(run.metrics), _mapping(folder / "environment.json")
+        repeated = (row.get("step_time_s") for row in read_rows(folder / "metrics-superseded.jsonl"))
+        samples: dict[int, dict[str, Any]] = {}
+        for row in read_rows(folder / "samples.jsonl"):
+            if _is_step(row.get("step")) and isinstance(row.get("text"), str):
+                samples[row["step"]] = {"step": row["step"], "text": plain_text(row["text"])}
+                if len(samples) > MAX_SAMPLES:
+                    del samples[next(iter(samples))]
         return cls(
             folder=folder,
-            columns=_columns(rows),
-            load=_loads(rows),
-            config=unnest(with_current_keys(_mapping(folder / "config.yaml"))),
-            environment=_mapping(folder / "environment.json"),
+            columns=rows.columns,
+            load=rows.load,
+            config=_settings(_mapping(folder / "config.yaml")),
+            environment={name: fact for name, fact in environment.items() if name not in FACTS or FACTS[name](fact)},
             checkpoints=tuple(_checkpoints(run.checkpoints)),
             samples=tuple(samples.values()),
             starts=tuple(_starts(folder / "starts.jsonl")),
             repeated_s=tuple(float(seconds or 0) for seconds in repeated if seconds is None or _is_number(seconds)),
-            stages=tuple(_stages(rows)),
+            stages=tuple(islice(_stages(rows.stages), MAX_SAMPLES)),
             modified_s=run.metrics.stat().st_mtime if run.metrics.is_file() else 0.0,
         )
 
     @property
     def name(self) -> str:
         """The name of the folder."""
-        return self.folder.resolve().name
+        return plain_text(self.folder.resolve().name)
 
     @property
     def world_size(self) -> int:
@@ -154,32 +175,59 @@ def find_runs(folder: Path) -> list[RunHistory]:
     return sorted(runs, key=lambda run: -run.modified_s)
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            with suppress(ValueError):  # truncated by a crash
-                row = parse_json(line, allow_nan=True)
-                if isinstance(row, dict):
-                    yield row
-
-
 def _starts(path: Path) -> Iterator[Start]:
-    for row in _json_lines(path):
+    for row in islice(read_rows(path), MAX_STARTS):
         with suppress(KeyError, TypeError, ValueError):  # of another version, or damaged
-            changed = {key: (before, now) for key, (before, now) in object_of(row["changed"], "changed").items()}
+            changed = {
+                key: (before, now) for key, (before, now) in object_of(_plain(row["changed"]), "changed").items()
+            }
             step, size = whole_number(row["step"], "step"), whole_number(row["world_size"], "world_size")
             yield Start(step, finite_number(row["time_s"], "time_s"), size, changed)
 
 
 def _mapping(path: Path) -> dict[str, Any]:
+    """The values of a YAML or JSON file by key, as they can be shown; empty for a file that cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8")
-        read = parse_json(text, allow_nan=True) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        content = read_file(path, follows_links=False, most=MAX_SETTINGS_BYTES)
+        read = parse_json(content, allow_nan=True) if path.suffix == ".json" else parse_yaml(content)
+    except (OSError, ValueError):
         return {}
-    return read if isinstance(read, dict) else {}
+    return _plain(read) if isinstance(read, dict) else {}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {plain_text(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    is_small = isinstance(value, int) and abs(value) <= LARGEST
+    return value if value is None or is_small or isinstance(value, float) else plain_text(value)
+
+
+def _settings(values: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return unnest(with_current_keys(values))
+    except (AttributeError, TypeError):  # a section that is a value too
+        return {}
+
+
+def _size(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= LARGEST
+
+
+# What other modules read of environment.json; entries that are something else are left out.
+FACTS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("parameters", "active_parameters"), _size),
+    "world_size": lambda value: type(value) is int and 1 <= value <= MAX_RANKS,
+    "memory": lambda value: isinstance(value, dict) and all(map(_size, value.values())),
+    "origins": lambda value: isinstance(value, dict) and all(isinstance(each, str) for each in value.values()),
+}
+
+
+@lru_cache(4 * MAX_COLUMNS)
+def _label(name: str) -> str:
+    """A name that a chart shows, which reads elements in it."""
+    return plain_text(name[:MAX_NAME]).replace("<", "\u2039")
 
 
 def _is_step(value: Any) -> bool:
@@ -191,26 +239,60 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < sys.float_info.max)
 
 
-def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    flat = [{k: v for k, v in unnest(row).items() if _is_number(v)} for row in rows]
-    names = dict.fromkeys(name for row in flat for name in row)
-    return {name: np.array([row.get(name, np.nan) for row in flat], dtype=float) for name in names}
+class _Rows:
+    """The rows of metrics.jsonl, by column; numbers of columns and values are bounded."""
+
+    def __init__(self, path: Path) -> None:
+        columns: dict[str, array[float]] = {}
+        stages: list[str] = []
+        self._count = 0
+        self._loads: dict[str, array[float]] = {}
+        for row in read_rows(path):
+            if not _is_step(row.get("step")):
+                continue
+            values = {_label(name): value for name, value in unnest(row).items() if _is_number(value)}
+            for name in values if len(columns) < MAX_COLUMNS else ():
+                columns.setdefault(name, array("d", [math.nan]) * self._count)
+            for name, column in columns.items():
+                column.append(values.get(name, math.nan))
+            stage = row.get("data_stage")
+            stages.append(sys.intern(plain_text(stage[:MAX_NAME])) if isinstance(stage, str) else "")
+            self._add_load(row.get("moe"))
+            self._count += 1
+            if self._count * len(columns) > MAX_VALUES:
+                break
+        steps = np.array(columns.get("step", ()))
+        _, last = np.unique(steps[::-1], return_index=True)
+        kept = len(steps) - 1 - last  # the last row of each step, in order of steps
+        self.columns = {name: np.array(column)[kept] for name, column in columns.items()}
+        self.load = self._kept_loads(kept)
+        self.stages = [(stages[row], int(steps[row])) for row in kept if stages[row]]
+
+    def _add_load(self, moe: Any) -> None:
+        load = moe.get("load", {}) if isinstance(moe, dict) else {}
+        if self._count == 0 and isinstance(load, dict):
+            self._loads = {name: array("f") for name in load}
+        try:
+            if load.keys() != self._loads.keys() or sum(map(len, self._loads.values())) > MAX_VALUES:
+                self._loads = {}
+            for name, values in self._loads.items():
+                values.extend(load[name])
+        except (AttributeError, TypeError, OverflowError):  # not of numbers
+            self._loads = {}
+
+    def _kept_loads(self, kept: np.ndarray) -> dict[str, np.ndarray]:
+        """Tokens per expert; empty where rows have no or odd ones."""
+        lengths = {len(values) for values in self._loads.values()}
+        if len(lengths) != 1 or not min(lengths) or min(lengths) % self._count:
+            return {}
+        loads = {_label(name): np.array(values).reshape(self._count, -1)[kept] for name, values in self._loads.items()}
+        is_sound = all(np.isfinite(values).all() and values.min() >= 0 for values in loads.values())
+        return loads if is_sound else {}
 
 
-def _loads(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    loads = [row["moe"].get("load", {}) if isinstance(row.get("moe"), dict) else {} for row in rows]
-    if not loads or not all(isinstance(load, dict) and load.keys() == loads[0].keys() for load in loads):
-        return {}
-    try:
-        return {name: np.array([load[name] for load in loads], dtype=float) for name in loads[0]}
-    except (ValueError, TypeError, OverflowError):  # lists of other lengths, or not of numbers
-        return {}
-
-
-def _stages(rows: list[dict[str, Any]]) -> Iterator[tuple[str, int, int]]:
-    named = (row for row in rows if isinstance(row.get("data_stage"), str))
-    for name, group in groupby(named, key=itemgetter("data_stage")):
-        steps = [row["step"] for row in group]
+def _stages(stages: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int, int]]:
+    for name, group in groupby(stages, key=itemgetter(0)):
+        steps = [step for _, step in group]
         yield name, steps[0], steps[-1]
 
 

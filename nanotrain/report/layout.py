@@ -7,10 +7,9 @@ from html import escape
 from io import BytesIO
 from itertools import product
 
-from nanotrain.config.config import TrainConfig
 from nanotrain.config.parallel import ParallelConfig
 from nanotrain.config.schedules import num_microbatches
-from nanotrain.config.schema import with_values
+from nanotrain.config.schema import KEYS, config_from_dict, nest
 from nanotrain.errors import NanotrainError
 from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.parallel.pp.draw import save_png
@@ -24,6 +23,7 @@ from nanotrain.topology.picture import GAP, ranks_text, shorten, used_groups
 from nanotrain.topology.topology import Topology
 
 MICROBATCHES_PER_RANK = 4  # a picture of more would not be legible; the rest repeats the middle
+MAX_STAGES = 128  # of a picture
 MAX_PER_AXIS = 8  # ranks of a grid
 NUM_COLORS = 6  # of pipeline stages, in page.css
 
@@ -33,15 +33,18 @@ def layout_html(run: RunHistory) -> str:
     world_size, has_experts = run.environment.get("world_size"), bool(run.config.get("model.moe.num_experts"))
     if not isinstance(world_size, int):
         return ""
+    known = {key: value for key, value in run.config.items() if key in KEYS and key.startswith(("parallel.", "train."))}
     try:
-        parallel = with_values(ParallelConfig(), _section(run, "parallel"))
-        train = with_values(TrainConfig(), _section(run, "train"))
+        config = config_from_dict(nest(known))
+        parallel, train = config.parallel, config.train
         topology = Topology.of(parallel, world_size, has_experts=has_experts)
         html = rank_grid(topology.dense, title="ranks")
         if has_experts and topology.expert.sizes != topology.dense.sizes:
             html += rank_grid(topology.expert, title="ranks by expert")
         html += groups_table(topology, has_experts=has_experts)
-        if parallel.pipeline_model_parallel_size == 1 or parallel.pipeline_schedule not in SCHEDULES:
+        num_stages = parallel.pipeline_model_parallel_size * parallel.num_virtual_stages_per_pipeline_rank
+        is_drawn = parallel.pipeline_model_parallel_size > 1 and num_stages <= MAX_STAGES
+        if not is_drawn or parallel.pipeline_schedule not in SCHEDULES:
             return html
         count = num_microbatches(train, parallel.data_parallel_size(world_size))
         return html + _schedule(parallel, count, name=run.name)
@@ -108,8 +111,3 @@ def _schedule(parallel: ParallelConfig, count: int, *, name: str) -> str:
     save_png(simulate(build_schedule(parallel.pipeline_schedule, shape)), picture, title=title)
     encoded = base64.b64encode(picture.getvalue()).decode()
     return f'<img alt="pipeline schedule of {escape(name)}" src="data:image/png;base64,{encoded}">'
-
-
-def _section(run: RunHistory, name: str) -> dict[str, object]:
-    prefix = f"{name}."
-    return {key.removeprefix(prefix): value for key, value in run.config.items() if key.startswith(prefix)}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
+from hashlib import sha256
 from html import escape
 from importlib import resources
 from importlib.util import find_spec
@@ -70,7 +71,9 @@ def render(runs: Sequence[RunHistory], *, live: Mapping[str, Any] | None = None)
         sections="".join(_section(name, body) for name, body in sections),
         # "<" would end the script element where a text contains "</script>"
         figures=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
-        plotly=_plotly(),
+        # the policy names the two programs by their hashes: no text of a run can become one
+        programs=f"{_hash(_file('page.js').encode())} {_hash(_plotly())}",
+        plotly=base64.b64encode(gzip.compress(_plotly(), compresslevel=6, mtime=0)).decode(),
         program=_file("page.js"),
     )
 
@@ -128,9 +131,12 @@ def _file(name: str) -> str:
 
 
 @cache
-def _plotly() -> str:
-    """plotly.min.js of the installed package, which is not imported; compressed, in base64."""
+def _plotly() -> bytes:
+    """plotly.min.js of the installed package, which is not imported."""
     spec = find_spec("plotly")
     assert spec is not None and spec.submodule_search_locations, "plotly is a dependency"
-    program = (Path(spec.submodule_search_locations[0]) / "package_data" / "plotly.min.js").read_bytes()
-    return base64.b64encode(gzip.compress(program, compresslevel=6, mtime=0)).decode()
+    return (Path(spec.submodule_search_locations[0]) / "package_data" / "plotly.min.js").read_bytes()
+
+
+def _hash(program: bytes) -> str:
+    return f"'sha256-{base64.b64encode(sha256(program).digest()).decode()}'"

@@ -7,17 +7,23 @@ GET /summary           JSON: the summary, and the versions of the runs; the page
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Lock, Semaphore
+from typing import Any
 
 from nanotrain.errors import EnvironmentFault, NanotrainError
 from nanotrain.report.history import RunHistory
 from nanotrain.report.page import render
 from nanotrain.report.tables import headline
 from nanotrain.runs.folder import RunFolder
+from nanotrain.untrusted import open_file
 
 LOCALHOST = "127.0.0.1"  # never another address: a run's configuration and texts are not for everyone
+HOSTS = r"(127\.0\.0\.1|localhost)(:\d{1,5})?"
+TIMEOUT_S, MAX_CONNECTIONS = 10.0, 32
 MOST_BYTES = 1 << 22  # of rows in one reply
 
 
@@ -26,12 +32,12 @@ def reply(folders: Sequence[Path], path: str) -> tuple[str, bytes] | None:
 
     Raises:
         NanotrainError: a folder is not a run folder any more.
-        OSError: metrics cannot be read.
+        OSError, ValueError: metrics cannot be read.
     """
     if match := re.fullmatch(r"/rows/(\d{1,4})\?from=(\d{1,18})", path):
         if int(match[1]) >= len(folders):
             return None
-        with RunFolder(folders[int(match[1])]).metrics.open("rb") as file:
+        with open_file(RunFolder(folders[int(match[1])]).metrics) as file:
             file.seek(int(match[2]))
             rows = file.read(MOST_BYTES)
         return "application/x-ndjson", rows[: rows.rfind(b"\n") + 1]
@@ -51,6 +57,30 @@ def _version(folder: Path) -> str:
     return " ".join(str(path.stat().st_ino) for path in files if path.is_file())
 
 
+class _Server(ThreadingHTTPServer):
+    """A server of few connections at a time; others are closed."""
+
+    def __init__(self, *args: Any) -> None:
+        self._free = Semaphore(MAX_CONNECTIONS)
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), OSError):  # a client that has left
+            super().handle_error(request, client_address)
+
+
 def open_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
     """A server of the report of these run folders; port 0 chooses a free one.
 
@@ -61,11 +91,18 @@ def open_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
         RunHistory.read(folder)
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = TIMEOUT_S  # of a connection that sends nothing
+
         def do_GET(self) -> None:
             status = 200
+            # a page elsewhere could give its own name the address of this machine
+            if not re.fullmatch(HOSTS, self.headers.get("Host", "")):
+                self.send_error(421, "this server is for its own machine")
+                return
             try:
-                found = reply(folders, self.path)
-            except (NanotrainError, OSError) as error:  # the folder is gone
+                with drawing:
+                    found = reply(folders, self.path)
+            except (NanotrainError, OSError, ValueError) as error:  # the folder is gone
                 found, status = ("text/plain", str(error).encode()), 500
             if found is None:
                 self.send_error(404)
@@ -79,8 +116,9 @@ def open_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
         def log_message(self, format: str, *args: object) -> None:
             """Visits are not logged."""
 
+    drawing = Lock()
     try:
-        return ThreadingHTTPServer((LOCALHOST, port), Handler)
+        return _Server((LOCALHOST, port), Handler)
     except OSError as error:
         fix = "choose another --port, or 0 for a free one"
         raise EnvironmentFault(f"port {port} cannot be opened", why=error.strerror or str(error), fix=fix) from error

@@ -23,8 +23,9 @@ from nanotrain.errors import EnvironmentFault
 from nanotrain.report.figures import layout_of
 from nanotrain.report.trace import RankStep, Spans, length, read_step
 from nanotrain.runs.files import disk_errors, write_text
-from nanotrain.untrusted import parse_json
+from nanotrain.untrusted import parse_json, read_file, whole_number
 
+MAX_TIMELINE_BYTES = 1 << 24  # 8 ranks with 6,000 bars each have 2 MB
 MAX_RANKS = 8  # drawn where --ranks does not choose
 RESOLUTION = 1500  # bars of a lane in a picture, at most; shorter gaps are closed in it, never in the numbers
 COLORS = {"compute": "#4f7cac", "hidden": "#95c9a8", "exposed": "#d1495b", "copies": "#e9b872"}
@@ -122,11 +123,12 @@ def save(timeline: Timeline, folder: Path) -> None:
 def load(folder: Path) -> Timeline | None:
     """The timeline that `save` wrote; None if there is none or it is damaged."""
     try:
-        content = parse_json((folder / "profile" / "timeline.json").read_bytes())
-        ranks = tuple(Lanes(**row) for row in content["ranks"])
+        path = folder / "profile" / "timeline.json"
+        content = parse_json(read_file(path, follows_links=False, most=MAX_TIMELINE_BYTES))
+        ranks = tuple(Lanes(whole_number(row.pop("rank"), "rank"), **row) for row in content["ranks"])
         timeline = Timeline(ranks, int(content["num_ranks"]), bool(content["on_device"]))
-        figure_of(timeline, name="")  # every value that is drawn is there and is a number
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        json.dumps(figure_of(timeline, name=""), allow_nan=False)  # every value that is drawn is there and is a number
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError):
         return None
     return timeline
 

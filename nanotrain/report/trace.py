@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from nanotrain.errors import EnvironmentFault
-from nanotrain.untrusted import parse_json
+from nanotrain.untrusted import LARGEST, parse_json, read_file
 
 STEP = "ProfilerStep#"  # torch's own name, which other tools read too; followed by the number of the step
 _COLLECTIVE_KERNEL = re.compile(r"nccl|rccl|nvshmem|multimem_|(one|two)_shot_all_reduce", re.IGNORECASE)
@@ -181,13 +181,17 @@ def _spans(events: Iterable[dict[str, Any]]) -> np.ndarray:
     return np.array(times, dtype=float).reshape(-1, 2)
 
 
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) <= LARGEST
+
+
 def _events(path: Path) -> list[dict[str, Any]]:
     """Complete events ("ph": "X") that have a name and times."""
     try:
-        trace = parse_json(path.read_bytes(), allow_nan=True)  # inputs of operators may be NaN
+        trace = parse_json(read_file(path, follows_links=False), allow_nan=True)  # inputs of operators may be NaN
         events = trace["traceEvents"]
         complete = [event for event in events if event.get("ph") == "X" and isinstance(event.get("name"), str)]
-        return [event for event in complete if all(isinstance(event.get(key), int | float) for key in ("ts", "dur"))]
+        return [event for event in complete if all(_is_time(event.get(key)) for key in ("ts", "dur"))]
     except OSError as error:
         reason = error.strerror or str(error)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

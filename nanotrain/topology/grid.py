@@ -136,7 +136,9 @@ def _misfit(parallel: ParallelConfig, world_size: int) -> TopologyError:
     dense, expert = _sizes(parallel)
     wrong = dense if world_size % prod(dense.values()) else expert
     current = dense | expert
-    candidates = [(field, size) for axis, field in FIELDS.items() for size in range(current[axis] - 1, 0, -1)]
+    candidates = [
+        (field, size) for axis, field in FIELDS.items() for size in range(min(current[axis] - 1, world_size), 0, -1)
+    ]
     if wrong is expert:
         candidates.insert(0, ("expert_tensor_parallel_size", 1))  # whole experts, the usual layout
     fitting = (each for each in candidates if _fits(parallel, world_size, **dict([each])))

@@ -1,5 +1,8 @@
 """The page: complete, escaped, without requests, small, and its program unpacks plotly and smooths."""
 
+import base64
+import gzip
+import hashlib
 import json
 import re
 import shutil
@@ -136,3 +139,14 @@ def test_smoothing_is_centred(tmp_path: Path, of: str, expected: float) -> None:
     (tmp_path / "program.js").write_text(program)
     done = subprocess.run([node, tmp_path / "program.js"], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert float(done.stdout) < expected
+
+
+def test_the_policy_allows_the_two_programs_of_the_page_alone(page: str) -> None:
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+    programs = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    packed = re.search(r'<script id="plotly"[^>]*>(.*?)</script>', page)
+    assert policy is not None and packed is not None and len(programs) == 1
+    texts = (programs[0].encode(), gzip.decompress(base64.b64decode(packed[1])))
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in texts)
+    assert f"script-src {hashes};" in policy[1] and policy[1].startswith("default-src 'none'")
+    assert not re.search(r"<[a-z][^>]*\son[a-z]+=", re.sub(r"(?s)<script.*?</script>", "", page)), "no inline handlers"

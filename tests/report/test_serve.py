@@ -1,6 +1,8 @@
 """The server of a report: the page of the moment, the rows that were appended, and nothing else."""
 
 import json
+import os
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from nanotrain.errors import EnvironmentFault
+from nanotrain.report import serve
 from nanotrain.report.serve import LOCALHOST, open_server
 from tests.report.runs import write_run
 
@@ -70,3 +73,64 @@ def test_errors_come_before_the_server(folder: Path, tmp_path: Path) -> None:
         open_server([tmp_path], 0)
     with open_server([folder], 0) as server, pytest.raises(EnvironmentFault, match="cannot be opened"):
         open_server([folder], server.server_address[1])
+
+
+@pytest.fixture
+def port(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setattr(serve, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(serve, "TIMEOUT_S", 1.0)
+    with open_server([folder], 0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+def ask(port: int, host: str | None) -> bytes:
+    header = "" if host is None else f"Host: {host}\r\n"
+    with socket.create_connection((LOCALHOST, port), timeout=60) as client:
+        client.sendall(f"GET /summary HTTP/1.1\r\n{header}\r\n".encode())
+        return client.makefile("rb").readline()
+
+
+def test_a_name_that_is_not_of_this_machine_is_refused(port: int) -> None:
+    for host in (f"{LOCALHOST}:{port}", f"localhost:{port}", "localhost", "127.0.0.1:9999"):
+        assert b" 200 " in ask(port, host)
+    for other in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "[::1", "", None, "localhost:x"):
+        assert b" 421 " in ask(port, other), other
+
+
+def test_idle_connections_are_bounded_and_end(port: int, capfd: pytest.CaptureFixture[str]) -> None:
+    before = threading.active_count()
+    idle = [socket.create_connection((LOCALHOST, port), timeout=60) for _ in range(40)]
+    assert all(client.recv(1) == b"" for client in idle[4:]), "closed at once"
+    assert threading.active_count() <= before + 4
+    assert all(client.recv(1) == b"" for client in idle[:4]), "closed after the timeout"
+    for client in idle:
+        client.close()
+    assert b" 200 " in ask(port, "localhost") and "Traceback" not in capfd.readouterr().err
+
+
+def test_a_client_that_leaves_is_no_traceback(port: int, capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(5):
+        client = socket.create_connection((LOCALHOST, port), timeout=60)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
+        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        client.close()
+    while b" 200 " not in ask_or_closed(port):
+        pass
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def ask_or_closed(port: int) -> bytes:
+    try:
+        return ask(port, "localhost")
+    except ConnectionError:
+        return b""
+
+
+def test_metrics_that_became_a_pipe_are_an_error_at_once(folder: Path, port: int) -> None:
+    (folder / "metrics.jsonl").unlink()
+    os.mkfifo(folder / "metrics.jsonl")
+    with socket.create_connection((LOCALHOST, port), timeout=60) as client:
+        client.sendall(b"GET /rows/0?from=0 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b" 500 " in client.makefile("rb").readline()

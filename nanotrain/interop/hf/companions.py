@@ -11,7 +11,6 @@ holds; where that gives other ids, the settings are those of any class.
 """
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,8 +23,9 @@ from nanotrain.data.corpus_info import is_same_tokenizer
 from nanotrain.data.tokenizer import VOCABULARY_FILES, FastTokenizer, SlowTokenizer, first_line, load_with_files
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical, free_keys
-from nanotrain.interop.hf.families import model_from_hf, read_config
-from nanotrain.runs.files import write_text
+from nanotrain.interop.hf.families import MAX_CONFIG_BYTES, model_from_hf, read_config
+from nanotrain.runs.files import write_bytes, write_text
+from nanotrain.untrusted import own_file, read_file
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -118,8 +118,11 @@ class Companions:
         target = folder / GENERATION_FILE
         if target.is_file():
             return
-        if self.origin is not None and self.has_own_tokenizer and (self.origin / GENERATION_FILE).is_file():
-            shutil.copyfile(self.origin / GENERATION_FILE, target)
+        if self.origin is not None and self.has_own_tokenizer and (source := self.origin / GENERATION_FILE).is_file():
+            try:
+                write_bytes(target, read_file(own_file(source), most=MAX_CONFIG_BYTES))
+            except ValueError as error:
+                raise HuggingFaceError(f"{source} is not copied", why=str(error), fix="remove it") from None
         elif known := {name: token for name, token in tokens.items() if token is not None}:
             write_text(target, json.dumps(known, indent=2, sort_keys=True) + "\n")
 
