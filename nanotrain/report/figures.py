@@ -82,9 +82,7 @@ def step_figures(runs: Sequence[RunHistory]) -> dict[str, list[Figure]]:
     (loss,), (validation, *_) = drawn["Loss"], drawn["Evaluation"]
     style = {"mode": "markers", "marker": {"size": 7, "symbol": "diamond"}}
     loss["data"] += [trace | style | {"name": f"{trace['name']} validation"} for trace in validation["data"]]
-    return {
-        section: [figure for figure in each if not figure["layout"]["meta"]["idle"]] for section, each in drawn.items()
-    }
+    return {name: [each for each in figures if not each["layout"]["meta"]["idle"]] for name, figures in drawn.items()}
 
 
 def axes_of(run: RunHistory) -> dict[str, list[float | None]]:
@@ -181,7 +179,7 @@ def rounded(values: np.ndarray) -> list[float | None]:
 
 
 def keep_extremes(values: np.ndarray, max_points: int) -> np.ndarray:
-    """The indices to draw: of each of equal bins the first, the smallest, the largest and the last finite value.
+    """The indices to draw: of each of the bins the first, the smallest, the largest and the last finite value.
 
     A spike of one step stays visible at its own step, whatever the number of steps.
 
@@ -199,18 +197,24 @@ def keep_extremes(values: np.ndarray, max_points: int) -> np.ndarray:
     if len(present) <= max_points:
         return present
     kept: list[int] = []
-    for part in np.array_split(present, max_points // 4):
+    for part in _bins(present, max_points // 4):
         low, high = part[np.argmin(values[part])], part[np.argmax(values[part])]
         kept += sorted({int(part[0]), int(low), int(high), int(part[-1])})
     return np.array(kept)
 
 
 def bin_means(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Means of the steps and of the finite values in at most MAX_MEANS equal bins; one value at least is finite.
+    """Means of the steps and of the finite values in at most MAX_MEANS bins; one value at least is finite.
 
     >>> bin_means(np.array([1.0, 2, 3]), np.array([5.0, np.nan, 7]))
     (array([1., 3.]), array([5., 7.]))
     """
     present = np.flatnonzero(np.isfinite(values))
-    parts = np.array_split(present, min(len(present), MAX_MEANS))
+    parts = _bins(present, MAX_MEANS)
     return np.array([steps[part].mean() for part in parts]), np.array([values[part].mean() for part in parts])
+
+
+def _bins(values: np.ndarray, count: int) -> list[np.ndarray]:
+    """At most `count` parts of equal sizes, and smaller ones at the beginning, where curves are steep."""
+    edges = np.append(np.linspace(0, len(values), max(2, count * 3 // 4)), np.geomspace(1, len(values), count // 4))
+    return np.split(values, np.unique(edges.round().astype(int))[1:-1])

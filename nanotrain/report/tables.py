@@ -47,7 +47,6 @@ def headline_of(run: RunHistory) -> dict[str, tuple[str, str]]:
     environment, target, last = run.environment, run.config.get("train.train_iters"), run.last
     total, active = (environment.get(name) for name in ("parameters", "active_parameters"))
     valid, hours = last("valid_loss"), run.hours[-1] if run.num_steps else 0.0
-    restarts = max(0, len(run.starts) - 1)
     again = f"{len(run.repeated_s):,} steps again, {sum(run.repeated_s) / 3600:.2f} hours" if run.repeated_s else ""
     since_h = (run.modified_s - run.starts[0].time_s) / 3600 if run.starts else 0.0
     tasks = {match[1]: last(name) or 0.0 for name in run.columns if (match := TASKS.fullmatch(name))}
@@ -55,7 +54,7 @@ def headline_of(run: RunHistory) -> dict[str, tuple[str, str]]:
         "Progress": (f"{run.last_step:,} steps", f"of {target:,}, {run.state()}" if isinstance(target, int) else ""),
         "Parameters": (_count(total), f"{_count(active)} active per token" if active != total else ""),
         "Tokens": (_count(last("consumed_tokens")), "read in training"),
-        "Device": (f"{run.world_size:,} x {environment.get('device', '-')}", ""),
+        "Device": (f"{run.world_size:,} x {environment.get('device', 'unknown')}", ""),
         "Layout": (str(environment.get("layout", "")).partition(", ")[2] or "-", ""),
         "Training loss": (_number(last("loss"), ".4f"), "nats per token"),
         "Validation loss": (_number(valid, ".4f"), "nats per token"),
@@ -64,8 +63,8 @@ def headline_of(run: RunHistory) -> dict[str, tuple[str, str]]:
         **{f"Task {name}": (f"{share:.1%}", "right answers") for name, share in tasks.items()},
         "Throughput": (_number(run.typical("tokens_per_second", NEWEST_ROWS), ",.0f"), "tokens per second"),
         "MFU": (_number(run.typical("mfu", NEWEST_ROWS), ".1%"), "of the device's peak"),
-        "Training time": (f"{hours:.2f} hours", f"{since_h:.2f} since the first start" if since_h else ""),
-        "Restarts": (f"{restarts:,}", again),
+        "Training time": (f"{hours:,.2f} hours", f"{since_h:,.2f} since the first start" if since_h else ""),
+        "Restarts": (f"{max(0, len(run.starts) - 1):,}", again),
     }
     return {label: fact for label, fact in facts.items() if fact[0] != "-"}
 
