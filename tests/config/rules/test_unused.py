@@ -51,6 +51,8 @@ def test_a_setting_without_effect_on_the_command_line_is_an_error():
 def test_the_cure_of_a_switch_is_the_switch():
     with pytest.raises(ConfigError, match="leave --tensorboard-dir out or set --tensorboard$"):
         reset(config_of(tensorboard_dir="tb"), frozenset({"train.tensorboard_dir"}))
+    with pytest.raises(ConfigError, match="leave --no-save-optim out or set --save$"):
+        validate(config_of(save=False, save_optim=False))
 
 
 def test_a_setting_without_effect_in_yaml_alone_is_an_error():

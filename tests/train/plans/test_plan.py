@@ -121,6 +121,12 @@ def test_all_unknown_names_are_in_one_error():
         check_names(config)
 
 
+def test_an_unknown_name_is_no_setting_without_effect():
+    config = config_of("tiny", "--vocab-size 2048 optim.lr_decay_style=wsd --lr-wsd-decay-iters 5")
+    with pytest.raises(ConfigError, match="optim.lr_decay_style is 'wsd'.*write --lr-decay-style WSD"):
+        check_names(config)
+
+
 def test_a_layout_that_does_not_fit_the_ranks_is_refused():
     with pytest.raises(TopologyError):
         plan_run(config_of("mixtral_8x7b", ""), 16, rank=0)
