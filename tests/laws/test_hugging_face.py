@@ -28,7 +28,7 @@ from nanotrain.train.main import main
 from tests.laws.megatron_file import write_tokens
 
 STEPS, BATCH, SEQ_LENGTH, VOCAB_SIZE, CLIP = 10, 8, 64, 1000, 0.5
-WARMUP, WEIGHT_DECAY = 3, (0.05, 0.15)  # steps; at the first step and at the end of the run
+WARMUP, WEIGHT_DECAY = 3, (1.0, 5.0)  # steps; at the first step and at the end of the run, so high that losses show it
 BALANCE, TOPK = 0.1, 2  # coefficient of Mixtral's balance loss, experts per token
 SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 128}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB_SIZE}
