@@ -62,7 +62,7 @@ def compare(ctx: ParallelContext, cases: dict[str, Case]) -> dict[str, tuple[int
 
 def case_of(model: dict[str, Any]) -> Case:
     model = model | (IN_TURN if "num_experts" in model else {})
-    return Case(1).but(model=model, optim={"lr": 1e-12, "clip_grad": 0.0}, train={"micro_batch_size": 3})
+    return Case(1).but(model=model, optim={"lr": 1e-12, "clip_grad": 0.0}, train={"micro_batch_size": 6})
 
 
 def test_gradients_are_the_derivatives_of_the_reported_losses() -> None:
