@@ -155,14 +155,13 @@ def _header(writes: tuple[ChunkWrite, ...]) -> bytes:
 
 def _write_chunk(handle: int, write: ChunkWrite, *, begin: int, chunk: torch.Tensor) -> tuple[str, bool]:
     """Write one chunk; returns its CRC-32, and whether its values are finite."""
-    data = raw_bytes(chunk.to("cpu").contiguous())
-    _write_at(handle, data, offset=begin + write.offset)
-    # Starts the write-back of this chunk now instead of all at the fsync: measured 0.10 s against 0.17 s for 256 MiB.
-    os.posix_fadvise(handle, begin + write.offset, write.nbytes, os.POSIX_FADV_DONTNEED)
-    checksum, finite = 0, True
+    data, offset, checksum, finite = raw_bytes(chunk.to("cpu").contiguous()), begin + write.offset, 0, True
     for start in range(0, len(data), PIECE_BYTES):
         piece = data[start : start + PIECE_BYTES]
         checksum, finite = crc32(piece, checksum), finite and is_finite(piece, write.dtype)
+        _write_at(handle, piece, offset=offset + start)
+    # Starts the write-back of this chunk now instead of all at the fsync: measured 0.10 s against 0.17 s for 256 MiB.
+    os.posix_fadvise(handle, offset, write.nbytes, os.POSIX_FADV_DONTNEED)
     return f"{checksum:08x}", finite
 
 
