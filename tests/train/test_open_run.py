@@ -1,6 +1,7 @@
 """The hooks of a run and their order, and what the first rank writes about a run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
 from nanotrain.data.corpus_info import CorpusInfo, write_info
+from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.errors import EnvironmentFault, LocalFault
 from nanotrain.train import fit as fit_module
 from nanotrain.train import main as entry
@@ -44,8 +46,9 @@ def test_a_hook_that_is_switched_off_is_left_out(flags, hook):
     assert hook in names_of() and hook not in names_of(*flags)
 
 
-def test_a_run_writes_its_configuration_and_environment(tmp_path):
+def test_a_run_writes_its_configuration_environment_and_tokenizer(tmp_path):
     config, inputs = open_inputs(load(arguments(tmp_path, "--train-iters", "1", "--generate-tokens", "0")))
+    inputs = replace(inputs, tokenizer="bytes")
     plan = plan_run(config, 1, rank=0)
     with open_run(plan, inputs, context=ParallelContext.attach(plan.topology)) as (run, hooks):
         train(run, *hooks)
@@ -53,6 +56,7 @@ def test_a_run_writes_its_configuration_and_environment(tmp_path):
     assert environment["world_size"] == 1 and environment["origins"]["train.train_iters"] != "default"
     assert load([f"+config={tmp_path / 'config.yaml'}"]).config.train.train_iters == 1
     assert [line["step"] for line in metrics_of(tmp_path)] == [1]
+    assert load_tokenizer(str(tmp_path / "tokenizer")).encode("<|endoftext|>é") == [*"<|endoftext|>é".encode()]
 
 
 def allocate_too_much(*_args: object, **_options: object) -> None:
