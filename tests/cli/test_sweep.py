@@ -58,7 +58,8 @@ def test_finished_runs_are_not_run_again_and_the_best_is_listed_first(stub, tmp_
     stub(RECORD)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "stub"))
     saved = {"train": {"train_iters": 40}}
-    write_run(tmp_path / "s" / "lr=1", config=saved | {"optim": {"lr": 1.0}}, loss=lambda step: 5.0)  # finished
+    losses = {"loss": lambda step: 3.0, "valid_loss": lambda step: 5.0}
+    write_run(tmp_path / "s" / "lr=1", config=saved | {"optim": {"lr": 1.0}}, **losses)  # finished
     write_run(
         tmp_path / "s" / "lr=4", config=saved | {"optim": {"lr": 4.0}}, steps=30, loss=lambda step: 4.0
     )  # stopped

@@ -9,7 +9,9 @@ from nanotrain.kernels.dropout import dropout, keep_factors, mix_in, sample_word
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_the_share_that_is_dropped_is_the_rate(rate: float) -> None:
     words = mix_in(sample_words(1, torch.arange(40))[:, None], torch.arange(5000))
-    dropped = keep_factors(words, rate, dtype=torch.float32) == 0
+    factors = keep_factors(words, rate, dtype=torch.float32)
+    torch.testing.assert_close(factors.unique(), torch.tensor([0, 1 / (1 - rate)]))
+    dropped = factors == 0
     assert dropped.float().mean().item() == pytest.approx(rate, abs=0.005)  # 200,000 draws: five standard deviations
     for dim in (0, 1):  # neither samples nor positions repeat, and neighbours are independent
         shifted = dropped.roll(1, dim)

@@ -222,6 +222,14 @@ def test_a_signal_before_the_ranks_start_ends_the_launcher():
     assert caught.value.code == 143 and environment == {STOPPED: "143"}
 
 
+def test_a_request_for_a_save_is_no_stop():
+    environment: dict[str, str] = {}
+    with passing_signals_on(environment) as stops:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.1)
+    assert stops == [] and environment == {}
+
+
 def test_ranks_that_a_stop_ended_are_not_started_again(start, tmp_path):
     program = "life = os.environ['TORCHELASTIC_RESTART_COUNT']\nPath(sys.argv[1], f'starts {life}').touch()\n"
     program += "from nanotrain.system import run_program\n"

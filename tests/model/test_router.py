@@ -60,7 +60,7 @@ def test_sigmoid_scores_are_normalized_over_the_chosen_and_scaled():
 
 def test_the_bias_moves_the_routing_and_never_the_weights():
     biased = replace(SIGMOID, moe=replace(SIGMOID.moe, router_enable_expert_bias=True))
-    routing = route(biased, TOKEN, bias=[0.0, -1.0, 0, 0, 0, 0, 0, 0])
+    routing = route(biased, TOKEN, bias=[0.0, -1.0, 0.25, 0.5, 0, 0, 0, 0])
     assert routing.topk_ids.tolist() == [[3, 2]]
     scores = torch.tensor([[2.0, 1.0]]).sigmoid()
     torch.testing.assert_close(routing.topk_weights, scores / scores.sum())

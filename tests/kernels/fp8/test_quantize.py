@@ -58,6 +58,7 @@ def test_the_largest_value_uses_the_range(dtype: torch.dtype) -> None:
     assert exact.values.float().abs().max() == largest
     assert largest / 2 <= rounded.values.float().abs().max() <= largest
     assert rounded.inverse_scales.log2().frac().eq(0).all()
+    assert inverse_scales(torch.tensor(8 * largest), dtype, power_of_two=True) == 8, "one that is a power of two stays"
 
 
 def test_values_out_of_range_are_clamped() -> None:
