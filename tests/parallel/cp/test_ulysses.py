@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nanotrain.attention.chunks import ScoreOptions
 from nanotrain.parallel.cp.split import join_shards
 from nanotrain.parallel.cp.ulysses import UlyssesAttention
 from tests.harness import ranks
@@ -33,6 +34,16 @@ def test_key_value_heads_are_repeated_to_the_least_common_multiple(ctx):
         local = shard(random_inputs(Shape(heads=12, groups=groups), dtype=torch.float32), ctx.group("cp"))
         attention(local.query, key=local.key, value=local.value, mask=None, scores=None)
         assert sent[-2][-1] == (12 + 2 * repeated) * 8 // 4
+
+
+@ranks(2, cp=2)
+def test_every_rank_has_the_sinks_of_its_heads(ctx):
+    local, seen = shard(random_inputs(Shape(heads=4), dtype=torch.float32), ctx.group("cp")), []
+    attention = UlyssesAttention(ctx.group("cp"))
+    attention.sdpa = lambda query, *, scores, **rest: seen.extend(scores.sink.tolist()) or query
+    scores = ScoreOptions(sink=torch.arange(4.0))
+    attention(local.query, key=local.key, value=local.value, mask=None, scores=scores)
+    assert seen == [[0.0, 1.0], [2.0, 3.0]][ctx.group("cp").index]
 
 
 @ranks(2, cp=2)
