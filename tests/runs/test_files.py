@@ -10,6 +10,7 @@ from nanotrain.errors import EnvironmentFault
 from nanotrain.runs.files import (
     MARKER,
     FolderVanished,
+    StorageFault,
     disk_fault,
     is_own,
     make_folder,
@@ -121,3 +122,10 @@ def test_a_disk_without_inodes_is_not_said_to_have_space(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda _path: Status)
     text = str(disk_fault(OSError(errno.ENOSPC, "No space left on device"), tmp_path / "a", needed=8))
     assert f"8 bytes needed, no inode free in {tmp_path}, which has 100" in text and "bytes free" not in text
+
+
+def test_a_file_that_is_appended_to_is_no_link(tmp_path):
+    (tmp_path / "link").symlink_to("target")
+    with pytest.raises(StorageFault, match="link is a symbolic link: files are not written through links"):
+        open_append(tmp_path / "link")
+    assert not (tmp_path / "target").exists()
