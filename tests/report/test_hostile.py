@@ -89,8 +89,9 @@ def opened(folder: Path) -> str:
 
 
 @pytest.fixture
-def soon() -> Iterator[None]:
-    """The test ends within a time, whatever hangs."""
+def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The test ends within a time, whatever hangs; without plotly, whose 5 MB take most of it."""
+    monkeypatch.setattr("nanotrain.report.page._plotly", lambda: b"")
     signal.alarm(90)
     yield
     signal.alarm(0)
@@ -139,9 +140,8 @@ def test_a_sparse_file_of_a_terabyte_is_read_at_its_end(tmp_path: Path, soon: No
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "1 GB"
 
 
-def test_400_flips_of_a_run_folder(tmp_path: Path, soon: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_400_flips_of_a_run_folder(tmp_path: Path, soon: None) -> None:
     folder, draw = run_folder(tmp_path / "a"), random.Random(3)
-    monkeypatch.setattr("nanotrain.report.page._plotly", lambda: b"")
     for number in range(400):
         file = folder / FILES[number % len(FILES)]
         content = file.read_bytes()
