@@ -168,7 +168,8 @@ OF_RUNS = (
     *("data.mock_data", "data.num_workers", "data.quickstart", "train.run_dir", "train.device", "train.log_"),
     *("train.eval_", "train.exit_", "train.hang_", "train.max_consecutive", "train.rollback", "train.debug_nan"),
     *("train.check_weight_hash", "train.manual_gc", "train.profile", "train.tensorboard", "train.wandb"),
-    *("train.prometheus", "train.notify", "train.report", "train.generate"),
+    *("train.prometheus", "train.notify", "train.report", "train.generate", "train.deterministic_mode"),
+    *("train.timing_log_level", "train.memory_snapshot_path"),
 )
 
 
