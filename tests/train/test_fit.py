@@ -255,7 +255,7 @@ class Slow(Hook):
         stage.register_forward_hook(lambda *_: self.wait())
 
     def wait(self) -> None:
-        while (beat := self.other.read()).phase != "step" or beat.waiting is None:
+        while (beat := self.other.read()).phase in ("start", "data", "hooks") or beat.waiting is None:
             time.sleep(0.005)
         time.sleep(0.25)
 
