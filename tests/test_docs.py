@@ -25,8 +25,9 @@ from nanotrain.config.megatron import megatron
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
 FLAG = re.compile(r"(?<![\w-])--(?:\[no-\])?[a-z][a-z0-9-]*[a-z0-9](?![\w-])")
-# of torchrun, Slurm and Hydra
+# of torchrun, Slurm, kubernetes-validate and Hydra
 FOREIGN = {*OPTIONS, "--standalone", "--multirun", "--nodes", "--gpus-per-node", "--time", "--requeue", "--signal"}
+FOREIGN |= {"--exclude", "--strict"}
 # of Megatron-LM, for what `export-megatron` writes
 FOREIGN |= {"--finetune", "--no-load-optim", "--no-load-rng", "--use-checkpoint-args", "--dist-ckpt-strictness"}
 FOREIGN |= {"--ckpt-format", "--cpus", "--memory"}  # the last two are of docker run

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from nanotrain.cli.parser import Command, CommandParser, argument, count, positive
 from nanotrain.errors import EXIT_CODE
-from nanotrain.paths import local_path
+from nanotrain.paths import expanded, local_path
 from nanotrain.quantities import count_of
 
 PATH_HELP = "step folder, or run folder for its newest step"
@@ -104,7 +104,9 @@ def export_hf(argv: Sequence[str]) -> int:
             argument("folder", type=local_path, help="the Hugging Face folder to write"),
             DTYPE,
             argument("--family", help=family_help),
-            argument("--tokenizer", help="the one to write next to the weights, or none; unset: the run's"),
+            argument(
+                "--tokenizer", type=expanded, help="the one to write next to the weights, or none; unset: the run's"
+            ),
             argument("--ema", action="store_true", help="write the moving average of the weights (--ema-decay)"),
             argument("--push", metavar="OWNER/NAME", help=push_help),
         ).parse_args(argv)

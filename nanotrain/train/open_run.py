@@ -118,10 +118,11 @@ def keep_tokenizer(inputs: RunInputs, pretrained: str | None) -> None:
     Raises:
         EnvironmentFault: the folder cannot be written, or holds files that are not nanotrain's.
     """
-    from nanotrain.interop.hf.companions import fullest_tokenizer  # few runs need Hugging Face's families
+    name, folder = inputs.tokenizer, inputs.folder.tokenizer
+    if pretrained is not None:
+        from nanotrain.interop.hf.companions import fullest_tokenizer  # few runs need Hugging Face's families
 
-    name = fullest_tokenizer(inputs.tokenizer, None if pretrained is None else Path(pretrained))
-    folder = inputs.folder.tokenizer
+        name = fullest_tokenizer(name, Path(pretrained))
     if name is None or folder in (Path(name), Path(name).parent):
         return
     try:

@@ -62,7 +62,6 @@ MISTAKEN_WORDS = {
     "--tensor-model-parallel-size 3": "tensor_model_parallel_size|tp=3",
     "--seq-length 2000": "seq_length 2000 is longer than max_position_embeddings 1024.*set --seq-length 1024",
     "--split 0,1,0": "split is '0,1,0'.*training needs some",
-    "--min-lr 1e-5 --lr-decay-style constant": "optim.min_lr = 1e-05 has no effect: .*constant never decays",
     "--lr-wsd-decay-iters 4": "optim.lr_wsd_decay_iters = 4 has no effect.*leave --lr-wsd-decay-iters out",
     "--lr-warmup-init 1e-5 --lr-warmup-iters 0": "optim.lr_warmup_init = 1e-05 has no effect: there is no warmup",
     "--loss-scale-window 4": "precision.loss_scale_window = 4 has no effect: only params_dtype fp16 scales the loss",
