@@ -191,7 +191,7 @@ class TrainConfig:
     log_num_zeros_in_grad: bool = option(False, "log the number of zeros in the gradients")
     eval_interval: int = option(500, "steps between validations; 0: never", check=at_least(0))
     eval_iters: int = option(10, "global batches per validation; 0: no validation", check=at_least(0))
-    eval_tasks: list[str] = option([], "NAME=FILE.jsonl entries: tasks that are scored at every validation")
+    eval_tasks: list[str] = option([], "NAME=FILE.jsonl entries: tasks that are scored at every validation", is_path=True)
     eval_num_fewshot: int = option(0, "examples before each question of a task: the first other questions of its file", check=at_least(0, at_most=64))
     eval_task_limit: int | None = option(None, "questions per task; unset: all", check=at_least(1))
     exit_interval: int | None = option(None, "save and exit at steps that are a multiple of this", check=at_least(1))

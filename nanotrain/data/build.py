@@ -95,6 +95,7 @@ def build_data(
         corpus = IndexedTokens(entry.prefix)
         dataset = GPTDataset(corpus, 0, corpus.num_tokens, data, vocab_size=vocab_size, seed=seed)
         _check_samples("valid", [dataset], proportions=data.split)
+        dataset[0]  # as above
         valid_sets[name] = dataset
     return DatasetSplits(**built, valid_sets=valid_sets)
 

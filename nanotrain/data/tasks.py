@@ -137,13 +137,15 @@ def read_task(name: str, path: Path, *, tokenizer: Tokenizer, num_fewshot: int =
 def encode_pair(context: str, continuation: str, *, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Tokens of a context and of its continuation, encoded as one text, so that the border is that of training.
 
-    Blanks at the end of the context belong to the continuation. An empty context is the end of a document.
+    Blanks at the end of the context belong to the continuation. An empty context is the end of a document. Where tokens
+    reach over the border, the continuation has at least the last one: without any it would be the most likely.
     """
     stripped = context.rstrip()
-    continuation = context[len(stripped) :] + continuation
+    both = tokenizer.encode(context + continuation)
     before = tokenizer.encode(stripped)
-    after = tokenizer.encode(stripped + continuation)[len(before) :]
-    return before or document_start(tokenizer), after
+    if len(before) >= len(both):
+        before = both[:-1]
+    return before or document_start(tokenizer), both[len(before) :]
 
 
 class TaskDataset:

@@ -55,11 +55,6 @@ class Recipe:
         """Whether a tensor has one scale."""
         return self.block == (None, None)
 
-    @property
-    def is_transposable(self) -> bool:
-        """Whether a transposed weight has the same fp8 values, so that fprop and dgrad can read one copy."""
-        return self.weight_block[0] == self.weight_block[1]
-
 
 RECIPES: dict[str, Recipe] = {
     # current scaling: the amax of the tensor itself

@@ -115,7 +115,7 @@ def read_tasks(train: TrainConfig, tokenizer: Tokenizer | None) -> tuple[Task, .
         why = "the questions are text, and the model's tokenizer is unknown"
         raise ConfigError("tasks need a tokenizer", why=why, fix="name it with --tokenizer-model, or --tokenizer")
     read = partial(read_task, tokenizer=tokenizer, num_fewshot=train.eval_num_fewshot, limit=train.eval_task_limit)
-    return tuple(read(name, Path(file).expanduser()) for name, file in files.items())
+    return tuple(read(name, Path(file)) for name, file in files.items())
 
 
 def with_pretrained_model(config: Config, explicit: frozenset[str]) -> Config:

@@ -11,6 +11,7 @@ from nanotrain.data.build import build_data, tokenizer_of, uses_quickstart
 from nanotrain.data.corpus_info import CorpusInfo, write_info
 from nanotrain.errors import DataError
 from tests.data.conftest import WriteCorpus, random_documents
+from tests.laws.megatron_file import write_tokens
 
 
 def test_splits_read_their_own_documents_only(write_corpus: WriteCorpus) -> None:
@@ -104,3 +105,13 @@ def test_the_quick_start_is_for_runs_without_data() -> None:
     assert uses_quickstart(DataConfig())
     assert not uses_quickstart(DataConfig(mock_data=True))
     assert not uses_quickstart(DataConfig(data_path=["a"]))
+
+
+def test_a_named_validation_set_with_tokens_outside_the_vocabulary_is_an_error(tmp_path):
+    write_tokens(tmp_path / "train", np.arange(200, dtype=np.uint16) % 50)
+    write_tokens(tmp_path / "valid", np.full(200, 99, dtype=np.uint16))
+    data = DataConfig(
+        data_path=[str(tmp_path / "train")], valid_data_path=[f"v={tmp_path / 'valid'}"], split="1,0,0", seq_length=8
+    )
+    with pytest.raises(DataError, match="token id 99"):
+        build_data(data, vocab_size=50, seed=1)

@@ -51,6 +51,18 @@ def test_blanks_belong_to_the_answer_and_an_empty_context_is_the_end_of_a_docume
     assert encode_pair("", "b", tokenizer=tokenizer) == ([256], [98])
 
 
+class PairTokenizer(ByteTokenizer):
+    """Two bytes per token, so that a token can reach over the border of context and continuation."""
+
+    def encode(self, text: str) -> list[int]:
+        return [hash(text[start : start + 2]) for start in range(0, len(text), 2)]
+
+
+def test_a_continuation_has_a_token_where_one_reaches_over_its_border() -> None:
+    assert [len(part) for part in encode_pair("abc", "d", tokenizer=PairTokenizer())] == [1, 1]
+    assert [len(part) for part in encode_pair("abc", "de", tokenizer=PairTokenizer())] == [2, 1]
+
+
 def test_the_score_counts_answers_by_sum_by_byte_and_by_greedy_tokens(tmp_path: Path) -> None:
     task = task_of(tmp_path, CHOICE, SCHEMA, CLOZE)
     # the sum prefers the first answer (1 byte), the mean per byte the second one (4 bytes)
