@@ -29,8 +29,9 @@ TRAIN_FLOORS = (
 FLOORS = {
     "__main__": 15,
     "cli": 14,
-    "parity": 13,
+    **dict.fromkeys(["parity", "planner.dry_run"], 13),
     **{f"train.{name}": 12 + floor / 100 for floor, names in enumerate(TRAIN_FLOORS, start=1) for name in names},
+    "planner": 12.025,  # above the plans of training, which it reads; below what trains, which asks it for a layout
     "train": 12,
     **dict.fromkeys(["launch", "watch"], 11),
     **dict.fromkeys(["inference", "report", "sharded_module"], 10),

@@ -270,7 +270,7 @@ def check_names(config: Config) -> None:
 
 def _plan_stages(config: Config, topology: Topology, *, rank: int, shape: ModelShape) -> Iterator[StagePlan]:
     parallel, coords = config.parallel, topology.coords(rank)
-    specs = _stage_specs(parallel, shape.num_layers)
+    specs = stage_specs(parallel, shape.num_layers)
     sizes = {axis: topology.size(axis) for axis in ("tp", "ep", "etp")}
     declaration = Declaration(shape, config.precision.params_dtype, sizes["tp"], parallel.sequence_parallel)
     for spec in specs[coords["pp"] :: topology.size("pp")]:
@@ -280,7 +280,7 @@ def _plan_stages(config: Config, topology: Topology, *, rank: int, shape: ModelS
         yield StagePlan(spec, params, buffers, shape.mtp_layers if spec.has_head else range(0))
 
 
-def _stage_specs(parallel: ParallelConfig, num_layers: int) -> tuple[StageSpec, ...]:
+def stage_specs(parallel: ParallelConfig, num_layers: int) -> tuple[StageSpec, ...]:
     """The stages of all pipeline ranks."""
     if parallel.pipeline_model_parallel_layout is not None:
         return stages_of_lengths(read_pipeline_layout(parallel.pipeline_model_parallel_layout))
