@@ -66,6 +66,18 @@ def test_worked_example_of_eight_ranks_tp2_pp2_with_pp_before_dp() -> None:
     assert topology.groups_of("dp") == ranks("04 15 26 37")
 
 
+def test_without_experts_the_stage_of_a_rank_is_that_of_its_dense_group() -> None:
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
+        pipeline_model_parallel_size=2,
+        use_tp_pp_dp_mapping=True,
+    )
+    topology = Topology.of(parallel, 8, has_experts=False)  # the expert grid has rank 1 on another stage
+
+    assert [topology.coords(rank)["pp"] for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
 def test_worked_example_of_eight_ranks_ep2() -> None:
     topology = topology_of(8, expert_model_parallel_size=2)
 
