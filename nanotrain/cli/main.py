@@ -14,19 +14,7 @@ from pathlib import Path
 
 from nanotrain.cli.checkpoint import CHECKPOINT_COMMANDS
 from nanotrain.cli.launch import check_names, launch, split_arguments
-from nanotrain.cli.parser import (
-    Command,
-    CommandParser,
-    argument,
-    count,
-    png_file,
-    port,
-    positive,
-    processes,
-    run_command,
-    whole_numbers,
-    world_size,
-)
+from nanotrain.cli.parser import Command, CommandParser, run_command
 from nanotrain.cli.sweep import sweep
 from nanotrain.cli.trained import evaluate, generate
 from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS
@@ -35,14 +23,9 @@ from nanotrain.config.help import CONFIG_USAGE
 from nanotrain.config.load import load_line, reply, to_yaml
 from nanotrain.config.rules.check import check_data_parallel_size
 from nanotrain.config.schema import check_choice
-from nanotrain.config.tables import read_table
 from nanotrain.errors import EXIT_CODE, INTERRUPTED, ConfigError, NanotrainError
 from nanotrain.errors import report as print_error
-from nanotrain.paths import local_path
-from nanotrain.system import require_folders, run_program
-
-RUNS = argument("runs", type=local_path, nargs="+", metavar="RUN", help="run folder; several are compared")
-CONFIG_FLAGS = "any configuration flag may follow, for example --tensor-model-parallel-size 2"
+from nanotrain.system import require_folders, run_program, usable_cores
 
 ZSH = "autoload -U +X compinit bashcompinit && compinit && bashcompinit"
 
@@ -60,27 +43,30 @@ def train(argv: Sequence[str]) -> int:
 def prepare(argv: Sequence[str]) -> int:
     """Tokenize text into token files (.bin/.idx) for --data-path."""
     from nanotrain.prepare.corpus import prepare_corpus
-    from nanotrain.prepare.options import PrepareOptions, add_arguments
+    from nanotrain.prepare.options import PrepareOptions
 
-    parser = CommandParser("prepare", prepare, elsewhere=read_table("preprocess_data"))
-    add_arguments(parser)
-    prepare_corpus(PrepareOptions.from_args(parser.parse_args(argv)))
+    prepare_corpus(PrepareOptions.from_args(prepare_parser().parse_args(argv)))
     return 0
+
+
+def prepare_parser() -> CommandParser:
+    """The parser of `nanotrain prepare`."""
+    from nanotrain.prepare.inputs import Limits
+    from nanotrain.prepare.options import Verify
+
+    parser = CommandParser("prepare", prepare)
+    verify_help = "only compare every token of PREFIX.bin with its checksums"
+    parser.add_argument("--verify", action=Verify, metavar="PREFIX", help=verify_help)
+    limits = Limits()
+    parser.set_defaults(
+        workers=usable_cores(), max_document_bytes=limits.document_bytes, max_inflation=limits.inflation
+    )
+    return parser
 
 
 def parity(argv: Sequence[str]) -> int:
     """Compare the training of a parallel layout with one rank: a shrunk model, on CPU processes of this machine."""
-    ranks_help = "number of ranks, one process per rank"
-    tolerance_help = "largest relative difference; ten times that for gradients (default: 1e-5)"
-    args, rest = CommandParser(
-        "parity",
-        parity,
-        argument("--world-size", type=processes, metavar="N", required=True, help=ranks_help),
-        argument("--steps", type=count, default=3, metavar="K", help="optimizer steps (default: 3)"),
-        argument("--tolerance", type=positive, default=1e-5, metavar="T", help=tolerance_help),
-        argument("--json", action="store_true", help="print the report as JSON"),
-        epilog=CONFIG_FLAGS,
-    ).parse_known_args(argv)
+    args, rest = CommandParser("parity", parity).parse_known_args(argv)
     loaded = load_line(parse(rest))
     from nanotrain.parity.check import check_parity
 
@@ -91,13 +77,7 @@ def parity(argv: Sequence[str]) -> int:
 
 def topology(argv: Sequence[str]) -> int:
     """Print the process groups of a number of ranks, or draw a pipeline schedule."""
-    parser = CommandParser("topology", topology, epilog=CONFIG_FLAGS)
-    parser.add_argument("--world-size", type=world_size, metavar="N", help="print the process groups of N ranks")
-    parser.add_argument("--schedule", metavar="NAME", help="draw this pipeline schedule")
-    parser.add_argument("--json", action="store_true", help="print the groups as JSON: {name: [[rank, ...], ...]}")
-    microbatches_help = "microbatches of the schedule (default: 2 per rank)"
-    parser.add_argument("--num-microbatches", type=count, metavar="M", help=microbatches_help)
-    parser.add_argument("--png", type=png_file, metavar="FILE", help="also write the schedule to a PNG file")
+    parser = CommandParser("topology", topology)
     args, rest = parser.parse_known_args(argv)
     if args.world_size is None and args.schedule is None:
         parser.error("give --world-size N, --schedule NAME or both")
@@ -140,9 +120,7 @@ def checkpoint(argv: Sequence[str]) -> int:
 
 def report(argv: Sequence[str]) -> int:
     """Write an HTML report of one or several runs: curves, settings, memory, checkpoints, samples."""
-    output_help = "the HTML file (default: report.html in the first run folder)"
-    output = argument("--output", type=local_path, metavar="FILE", help=output_help)
-    args = CommandParser("report", report, RUNS, output).parse_args(argv)
+    args = CommandParser("report", report).parse_args(argv)
     from nanotrain.report.history import RunHistory
     from nanotrain.report.page import require_html, write_report
 
@@ -156,8 +134,7 @@ def report(argv: Sequence[str]) -> int:
 
 def watch(argv: Sequence[str]) -> int:
     """Serve the report of runs on this machine; the page follows them while they train."""
-    at = argument("--port", type=port, default=6007, metavar="P", help="port; 0 chooses one (default: 6007)")
-    args = CommandParser("watch", watch, RUNS, at).parse_args(argv)
+    args = CommandParser("watch", watch).parse_args(argv)
     from nanotrain.report.serve import LOCALHOST, open_server
 
     with open_server(args.runs, args.port) as server:
@@ -169,9 +146,7 @@ def watch(argv: Sequence[str]) -> int:
 
 def runs(argv: Sequence[str]) -> int:
     """List the runs in a folder: state, step, loss, tokens per second, last change, size."""
-    folder_help = "folder of run folders (default: runs)"
-    folder = argument("folder", type=local_path, nargs="?", default=Path("runs"), help=folder_help)
-    args = CommandParser("runs", runs, folder).parse_args(argv)
+    args = CommandParser("runs", runs).parse_args(argv)
     if not args.folder.is_dir():
         raise ConfigError(f"there is no folder {args.folder}", why="it should hold run folders", fix="name another")
     from nanotrain.report.history import find_runs
@@ -183,7 +158,7 @@ def runs(argv: Sequence[str]) -> int:
 
 def compare(argv: Sequence[str]) -> int:
     """Compare runs in the terminal: results, the settings that differ, losses at common steps."""
-    parser = CommandParser("compare", compare, RUNS)
+    parser = CommandParser("compare", compare)
     args = parser.parse_args(argv)
     if len(args.runs) < 2:
         parser.error("name at least two run folders")
@@ -196,16 +171,7 @@ def compare(argv: Sequence[str]) -> int:
 
 def timeline(argv: Sequence[str]) -> int:
     """Draw a profiled step: compute, communication and copies of every rank, and what overlaps."""
-    ranks_help = "ranks to draw, as 0,1,8 (default: the first 8)"
-    png_help = "the picture (default: profile/timeline.png in the run folder)"
-    args = CommandParser(
-        "timeline",
-        timeline,
-        argument("run", type=local_path, metavar="RUN", help="folder of a run that was trained with --profile"),
-        argument("--step", type=count, metavar="N", help="a profiled step (default: the last one)"),
-        argument("--ranks", type=whole_numbers, default=(), metavar="LIST", help=ranks_help),
-        argument("--png", type=png_file, metavar="FILE", help=png_help),
-    ).parse_args(argv)
+    args = CommandParser("timeline", timeline).parse_args(argv)
     from nanotrain.report.terminal import print_timeline, terminal
     from nanotrain.report.timeline import read_timeline, save, save_png
 
@@ -234,8 +200,7 @@ def config(argv: Sequence[str]) -> int:
 
 def completion(argv: Sequence[str]) -> int:
     """Print the completion script of bash or zsh: source <(nanotrain completion bash)."""
-    shells = argument("shell", choices=("bash", "zsh"), help="the shell that reads the script")
-    shell = CommandParser("completion", completion, shells).parse_args(argv).shell
+    shell = CommandParser("completion", completion).parse_args(argv).shell
     from nanotrain.config.compose import config_dir, names_in  # Hydra takes 0.2 s
 
     names = {

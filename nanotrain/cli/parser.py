@@ -1,11 +1,13 @@
-"""Parse the arguments of a command, and find a command by its name."""
+"""Parse the arguments of a command, which commands.yaml declares, and find a command by its name."""
 
 import argparse
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from textwrap import TextWrapper
 from typing import Any, NoReturn, TypeVar
@@ -13,46 +15,44 @@ from typing import Any, NoReturn, TypeVar
 from nanotrain.config.flags import known_flags, split_settings
 from nanotrain.config.megatron import row_of
 from nanotrain.config.suggest import by_spelling, did_you_mean
+from nanotrain.config.tables import read_table
 from nanotrain.errors import ConfigError
-from nanotrain.paths import local_path
+from nanotrain.paths import expanded, local_path
 
-# Flags that other programs have for the folder of a model, and what to write to a command that takes it by its place.
-OF_FOLDER = dict.fromkeys(
-    ("--run-dir", "--load", "--checkpoint", "--checkpoint-path", "--ckpt", "--ckpt-path", "--model", "--path"),
-    "the folder without a flag",
-)
 Command = Callable[[Sequence[str]], int]
 Number = TypeVar("Number", int, float)
 
 
-def argument(*names: str, **options: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """An argument of a `CommandParser`, declared as for `argparse.ArgumentParser.add_argument`."""
-    return names, options
+@cache
+def declared(command: str) -> Mapping[str, Any]:
+    """What commands.yaml declares of a command."""
+    row: Mapping[str, Any] = read_table("commands", folder=Path(__file__).parent).get(command, {})
+    return row
 
 
 class CommandParser(argparse.ArgumentParser):
     """A parser without abbreviations that raises ConfigError; the function's docstring is the description.
 
     Args:
-        command: name of the command.
+        command: name of the command, a key of commands.yaml.
         function: function that the command runs.
-        arguments: arguments of the command, each from `argument`.
-        epilog: last sentence of the help.
-        elsewhere: flags of other programs with the same meaning, and what to write instead.
     """
 
-    def __init__(
-        self,
-        command: str,
-        function: Callable[..., int],
-        *arguments: tuple[tuple[str, ...], dict[str, Any]],
-        epilog: str | None = None,
-        elsewhere: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(prog=f"nanotrain {command}", description=function.__doc__, epilog=epilog, allow_abbrev=False)
-        self._elsewhere = elsewhere or {}
-        for names, options in arguments:
-            self.add_argument(*names, **options)
+    def __init__(self, command: str, function: Callable[..., int]) -> None:
+        row = declared(command)
+        super().__init__(
+            prog=f"nanotrain {command}", description=function.__doc__, epilog=row.get("epilog"), allow_abbrev=False
+        )
+        self.register("action", "switch", argparse.BooleanOptionalAction)
+        for name, convert in TYPES.items():
+            self.register("type", name, convert)
+        self._elsewhere: Mapping[str, str] = row.get("elsewhere", {})
+        if alternatives := row.get("one_of"):
+            group = self.add_mutually_exclusive_group(required=True)
+            for name, options in alternatives.items():
+                group.add_argument(name, **options)
+        for name, options in row.get("arguments", {}).items():
+            self.add_argument(name, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse; misspelled flags, and those of other programs, are one error with what to write, before any other.
@@ -95,18 +95,6 @@ def number(kind: Callable[[str], Number], what: str, *, low: float, high: float)
     return convert
 
 
-LEAST, MOST = sys.float_info.min, sys.float_info.max
-count = number(int, "whole number of at least 1", low=1, high=10**12 - 1)
-seed = number(int, "whole number of at least 0 and below 10^18", low=0, high=10**18 - 1)
-port = number(int, "port from 0 to 65535", low=0, high=65_535)  # 0: the system chooses one
-# the groups of so many ranks are listed within two seconds
-world_size = number(int, "whole number of at least 1 and at most 200,000", low=1, high=200_000)
-processes = number(int, "whole number of at least 1 and at most 256", low=1, high=256)  # on this machine
-positive = number(float, "number above 0", low=LEAST, high=MOST)
-not_negative = number(float, "number of at least 0", low=0.0, high=MOST)
-probability = number(float, "probability: it is above 0 and at most 1", low=LEAST, high=1.0)
-
-
 def whole_numbers(text: str) -> tuple[int, ...]:
     """Whole numbers of at least 0, separated by commas."""
     if not re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", text):
@@ -119,6 +107,26 @@ def png_file(text: str) -> Path:
     if not text.lower().endswith(".png"):
         raise argparse.ArgumentTypeError(f"{text!r} does not end in .png")
     return local_path(text)
+
+
+# The converters of commands.yaml.
+TYPES: dict[str, Callable[[str], Any]] = {
+    "path": local_path,
+    "text_path": expanded,
+    "png_file": png_file,
+    "words": shlex.split,
+    "whole_numbers": whole_numbers,
+    "count": number(int, "whole number of at least 1", low=1, high=10**12 - 1),
+    "examples": number(int, "whole number of at least 0 and at most 64", low=0, high=64),
+    "seed": number(int, "whole number of at least 0 and below 10^18", low=0, high=10**18 - 1),
+    "port": number(int, "port from 0 to 65535", low=0, high=65_535),  # 0: the system chooses one
+    # the groups of so many ranks are listed within two seconds
+    "world_size": number(int, "whole number of at least 1 and at most 200,000", low=1, high=200_000),
+    "processes": number(int, "whole number of at least 1 and at most 256", low=1, high=256),  # on this machine
+    "positive": number(float, "number above 0", low=sys.float_info.min, high=sys.float_info.max),
+    "not_negative": number(float, "number of at least 0", low=0.0, high=sys.float_info.max),
+    "probability": number(float, "probability: it is above 0 and at most 1", low=sys.float_info.min, high=1.0),
+}
 
 
 def run_command(program: str, argv: Sequence[str], *, commands: dict[str, Command]) -> int:

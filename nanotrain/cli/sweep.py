@@ -55,14 +55,7 @@ class Trial:
 
 def sweep(argv: Sequence[str]) -> int:
     """Train once for each of several values: one run after another, each in its own folder."""
-    epilog = "the arguments of `nanotrain train` follow, for example --nproc-per-node 2 +config=tiny --run-dir runs/lr"
-    parser = CommandParser("sweep", sweep, epilog=epilog)
-    over_help = "a setting and its values, as lr=1e-3,3e-4; may be repeated, and every combination is run"
-    parser.add_argument("--over", action="append", required=True, metavar="NAME=V1,V2", help=over_help)
-    launch_help = "start each run with this instead of `nanotrain train`, as 'sbatch scripts/launch_slurm'"
-    parser.add_argument("--launch-with", type=shlex.split, metavar="COMMAND", help=launch_help)
-    parser.add_argument("--print", action="store_true", help="print the command of each run and start none")
-    args, rest = parser.parse_known_args(argv)
+    args, rest = CommandParser("sweep", sweep).parse_known_args(argv)
     options, shared = split_arguments(rest)
     trials = check_trials(plan_trials(args.over), shared=shared, options=options)
     command = args.launch_with or [sys.executable, "-m", "nanotrain", "train"]

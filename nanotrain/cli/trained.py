@@ -13,47 +13,22 @@ from math import lcm
 from typing import Any
 
 from nanotrain.cli.launch import refuse_inside_torchrun, require_no_misspelled, take_options
-from nanotrain.cli.parser import OF_FOLDER, CommandParser, argument, count, not_negative, probability, seed
+from nanotrain.cli.parser import CommandParser, declared
 from nanotrain.config.config import Config, DataConfig, TrainConfig
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
 from nanotrain.config.rules.check import check_layout, validate_for_world
 from nanotrain.errors import ConfigError, EnvironmentFault, TopologyError
 from nanotrain.log import progress
-from nanotrain.paths import expanded, local_path
 from nanotrain.quantities import count_of
 from nanotrain.system import importing_torch
 
-# Settings that may differ from those of the training run; all others are the model's.
-EVALUATED = ("data.seq_length", "train.micro_batch_size", "train.device", "precision.params_dtype")
-# Settings of the layout that concern gradients and the optimizer, which an evaluation does not have.
-OF_TRAINING = {
-    *("parallel.ddp_bucket_size", "parallel.ddp_pad_buckets_for_high_nccl_busbw", "parallel.force_all_reduce"),
-    *("parallel.ddp_average_in_collective", "parallel.reduce_scatter_with_fp32_accumulation"),
-    *("parallel.overlap_grad_reduce", "parallel.outer_dp_sharding_strategy"),
-    *("parallel.num_distributed_optimizer_instances", "parallel.pipeline_schedule"),
-}
 MICROBATCHES_PER_STAGE = 2  # of a global batch and data-parallel rank, so that a pipeline is filled
-# Flags that other programs, and the settings of a training, have for the number of tokens to sample.
-OF_TOKENS = dict.fromkeys(
-    ("--max-new-tokens", "--max_new_tokens", "--max-tokens", "--max-length", "--generate-tokens"), "--num-tokens"
-)
-# Settings that a command line may have; all others are the model's.
-SIZES = ("tensor_model", "expert_model", "expert_tensor", "pipeline_model", "context")  # of the last two only 1
-GENERATED = {
-    *("train.device", "precision.params_dtype", "parallel.distributed_timeout_minutes"),
-    *(f"parallel.{axis}_parallel_size" for axis in SIZES),
-}
-
-MODEL = (
-    argument("path", type=local_path, help="run folder, step folder, or Hugging Face folder"),
-    argument("--ema", action="store_true", help="use the moving average of the weights (--ema-decay)"),
-)
 
 
 def evaluate(argv: Sequence[str]) -> int:
     """Compute loss, perplexity and bits per byte of a model on a corpus, or its scores on tasks."""
-    command = _Command.parse("evaluate", argv, parser=_evaluate_parser())
+    command = _Command.parse(evaluate, argv)
     args = command.args
     if args.tasks is not None and "=" not in args.tasks:
         if command.options:
@@ -69,7 +44,7 @@ def evaluate(argv: Sequence[str]) -> int:
 
 def generate(argv: Sequence[str]) -> int:
     """Continue texts with the model of a checkpoint or Hugging Face folder."""
-    return _Command.parse("generate", argv, parser=_generate_parser()).run(_generate, check=generation_config)
+    return _Command.parse(generate, argv).run(_generate, check=generation_config)
 
 
 @dataclass(frozen=True)
@@ -83,10 +58,10 @@ class _Command:
     loaded: Loaded  # settings of the layout
 
     @classmethod
-    def parse(cls, name: str, argv: Sequence[str], *, parser: CommandParser) -> "_Command":
-        """Parse the arguments of a command; settings of the layout are between them."""
-        options, argv = take_options(argv)
-        args, rest = parser.parse_known_args(argv)
+    def parse(cls, function: Callable[..., int], argv: Sequence[str]) -> "_Command":
+        """Parse the arguments of the command of a function; settings of the layout are between them."""
+        name, (options, argv) = function.__name__, take_options(argv)
+        args, rest = CommandParser(name, function).parse_known_args(argv)
         require_no_misspelled(rest)
         loaded = load_line(parse(rest, listed_by=f"nanotrain {name} --help"), to_train=False)
         return cls(name, argv, options, args, loaded)
@@ -115,27 +90,6 @@ class _Command:
             environment=os.environ,
             check=lambda world_size: check(trained, self.loaded, world_size=world_size),
         )
-
-
-def _evaluate_parser() -> CommandParser:
-    epilog = "the flags of the layout, --seq-length, --micro-batch-size, --bf16, --device, --nproc-per-node may follow"
-    elsewhere = OF_FOLDER | {"--data-path": "--data NAME"}
-    parser = CommandParser("evaluate", evaluate, *MODEL, epilog=epilog, elsewhere=elsewhere)
-    data_help = "prefix of token files (.bin/.idx), or text: a .txt or .jsonl file or a folder of them"
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--data", type=expanded, metavar="NAME", help=data_help)
-    tasks_help = "tasks of lm-eval on one process, or NAME=FILE.jsonl; separated by commas"
-    what.add_argument("--tasks", metavar="NAMES", help=tasks_help)
-    include_help = "tasks: a folder with further tasks (YAML)"
-    parser.add_argument("--include-path", type=expanded, metavar="FOLDER", help=include_help)
-    fewshot_help = "tasks: examples before a question"
-    parser.add_argument("--num-fewshot", type=int, choices=range(65), metavar="N", help=fewshot_help)
-    tokenizer_help = "Hugging Face name or folder, tokenizer.json; unset: the model's"
-    parser.add_argument("--tokenizer", type=expanded, help=tokenizer_help)
-    samples_help = "windows of seq_length tokens, or documents of a task, to read; unset: all"
-    parser.add_argument("--max-samples", type=count, metavar="N", help=samples_help)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    return parser
 
 
 def _run_tasks(args: Namespace, loaded: Loaded) -> int:
@@ -225,8 +179,10 @@ def evaluation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
         TopologyError: ranks that cannot form the layout.
     """
     why = "the model's own configuration gives everything but the layout"
-    of_layout = {key for key in loaded.explicit if key.startswith("parallel.")} - OF_TRAINING
-    loaded.require_only(of_layout.union(EVALUATED), what="an evaluation", why=why)
+    of_layout = {key for key in loaded.explicit if key.startswith("parallel.")}.difference(
+        declared("evaluate")["of_training"]
+    )
+    loaded.require_only(of_layout.union(declared("evaluate")["settings"]), what="an evaluation", why=why)
     given, parallel = loaded.config, loaded.config.parallel
     of_run = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     data = DataConfig(
@@ -246,29 +202,6 @@ def evaluation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
     check_layout(config)
     validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)
     return config
-
-
-def _generate_parser() -> CommandParser:
-    epilog = "the sizes of tensor and expert parallelism, --bf16, --device and, for shards, --nproc-per-node may follow"
-    parser = CommandParser("generate", generate, *MODEL, epilog=epilog, elsewhere=OF_FOLDER | OF_TOKENS)
-    prompt_help = "the text to continue (default: none); several are sampled together and printed one after the other"
-    parser.add_argument("--prompt", action="append", help=prompt_help)
-    tokens_help = "largest number of tokens to generate (default: 120)"
-    parser.add_argument("--num-tokens", type=count, default=120, metavar="N", help=tokens_help)
-    temperature_help = "sampling temperature; 0 is greedy (default: 0.8)"
-    parser.add_argument("--temperature", type=not_negative, default=0.8, metavar="T", help=temperature_help)
-    top_k_help = "sample from the K most likely tokens; unset: from all"
-    parser.add_argument("--top-k", type=count, metavar="K", help=top_k_help)
-    top_p_help = "sample from the fewest most likely tokens of probability P; unset: from all"
-    parser.add_argument("--top-p", type=probability, metavar="P", help=top_p_help)
-    stop_help = "end at this text, which is not printed; may be repeated"
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop_help)
-    parser.add_argument("--seed", type=seed, default=0, help="random seed of the sampling (default: 0)")
-    tokenizer_help = "Hugging Face name or folder, tokenizer.json; unset: the run's"
-    parser.add_argument("--tokenizer", type=expanded, help=tokenizer_help)
-    cache_help = "read the whole text again for every token, instead of keeping keys and values"
-    parser.add_argument("--no-cache", action="store_true", help=cache_help)
-    return parser
 
 
 def _generate(args: Namespace, loaded: Loaded) -> int:
@@ -322,7 +255,7 @@ def generation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
         TopologyError: ranks that are not those of the shards.
     """
     why = "the model's own configuration gives everything but the sizes of tensor and expert parallelism"
-    loaded.require_only(GENERATED, what="generation", why=why)
+    loaded.require_only(declared("generate")["settings"], what="generation", why=why)
     parallel = loaded.config.parallel
     pp, cp = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
     tp = parallel.tensor_model_parallel_size

@@ -5,34 +5,25 @@ from argparse import ArgumentTypeError
 import pytest
 
 from nanotrain.cli.main import COMMANDS
-from nanotrain.cli.parser import (
-    CommandParser,
-    count,
-    not_negative,
-    port,
-    positive,
-    processes,
-    run_command,
-    seed,
-    usage,
-    world_size,
-)
+from nanotrain.cli.parser import TYPES, CommandParser, run_command, usage
 from nanotrain.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("convert", "good", "bad"),
+    ("name", "good", "bad"),
     [
-        (count, "3", ["0", "-1", "1.5", "x"]),
-        (positive, "0.5", ["0", "inf", "nan"]),
-        (not_negative, "0", ["-1", "inf"]),
-        (processes, "2", ["0", "257"]),
-        (world_size, "9", ["0", "200001"]),
-        (seed, "0", ["-1", "1" * 20]),
-        (port, "0", ["-1", "65536"]),
+        ("count", "3", ["0", "-1", "1.5", "x"]),
+        ("positive", "0.5", ["0", "inf", "nan"]),
+        ("not_negative", "0", ["-1", "inf"]),
+        ("processes", "2", ["0", "257"]),
+        ("world_size", "9", ["0", "200001"]),
+        ("seed", "0", ["-1", "1" * 20]),
+        ("port", "0", ["-1", "65536"]),
+        ("examples", "0", ["-1", "65"]),
     ],
 )
-def test_numbers_out_of_bounds_are_no_values(convert, good, bad):
+def test_numbers_out_of_bounds_are_no_values(name, good, bad):
+    convert = TYPES[name]
     assert convert(good) == float(good)
     for text in bad:
         with pytest.raises(ArgumentTypeError, match=text):
@@ -126,15 +117,12 @@ def test_the_commands_of_nanotrain_fit(width):
     "argv", [["--output-prefix", "a", "--json-keys=text"], ["--json-key=text", "--output-prefix", "a"]]
 )
 def test_flags_of_other_programs_are_one_error_that_says_what_to_write(argv):
-    parser = CommandParser(
-        "prepare", len, elsewhere={"--output-prefix": "--output PREFIX", "--json-keys": "--text-column NAME"}
-    )
-    parser.add_argument("--output", required=True)
+    parser = CommandParser("prepare", len)
     with pytest.raises(ConfigError) as caught:
         parser.parse_args(argv)
     assert "--output-prefix (write --output PREFIX)" in str(caught.value)
     assert "(write --text-column NAME)" in str(caught.value)
-    assert parser.parse_args(["--output", "a"]).output == "a"
+    assert parser.parse_args(["--input", "b", "--output", "a", "--tokenizer", "bytes"]).output == "a"
 
 
 @pytest.mark.parametrize("flags", [["--seq-length", "8"], ["--bf16"], ["--num-layers=2"], ["train.seed=1"]])

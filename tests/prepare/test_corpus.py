@@ -1,6 +1,5 @@
 """Prepared files do not depend on workers or interruptions, and name their tokenizer."""
 
-import argparse
 import errno
 import json
 import os
@@ -14,22 +13,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nanotrain.cli.main import prepare_parser
 from nanotrain.data.corpus_info import CorpusInfo, read_info, recorded_tokenizer, write_info
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from nanotrain.errors import DataError, EnvironmentFault
 from nanotrain.prepare import corpus as prepare
 from nanotrain.prepare import parts
-from nanotrain.prepare.options import PrepareOptions, add_arguments
+from nanotrain.prepare.options import PrepareOptions
 from tests.runs.test_metrics_file import file_size_limit
 
 TEXTS = [f"document {i} {'word ' * (i % 50)}" for i in range(400)]
 # `nanotrain prepare` that is killed once two parts are there and its worker is at the next one.
 DRIVER = """
-import argparse, os, signal
+import os, signal, sys
+from nanotrain.cli.main import main
 from nanotrain.prepare import corpus as prepare
 from nanotrain.prepare import chunks
-from nanotrain.prepare.options import PrepareOptions, add_arguments
 chunks._MIN_BYTES = 2000
 write_parts = prepare.write_parts
 def write_two_parts(*args, **options):
@@ -39,9 +39,7 @@ def write_two_parts(*args, **options):
         yield part
 prepare.write_parts = write_two_parts
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    prepare.prepare_corpus(PrepareOptions.from_args(parser.parse_args()))
+    main(["prepare", *sys.argv[1:]])
 """
 
 
@@ -54,12 +52,9 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _prepare(source: Path, output: Path, *options: str) -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
     argv = ["--input", str(source), "--output", str(output), *options]
-    prepare.prepare_corpus(
-        PrepareOptions.from_args(parser.parse_args(argv if "--tokenizer" in argv else [*argv, "--tokenizer", "bytes"]))
-    )
+    argv += [] if "--tokenizer" in argv else ["--tokenizer", "bytes"]
+    prepare.prepare_corpus(PrepareOptions.from_args(prepare_parser().parse_args(argv)))
 
 
 def _bytes(prefix: Path) -> tuple[bytes, bytes]:
@@ -158,7 +153,6 @@ def test_a_prepared_corpus_is_left_alone_or_refused(
         (["--tokenizer", "bpe:many"], "bpe:many has no size"),
         (["--dtype", "uint8"], "uint8 cannot hold the ids of a vocabulary of 257"),
         (["--max-documents", "5"], "no effect without --streaming"),
-        (["--workers", "0"], "--workers 0"),
     ],
 )
 def test_bad_arguments_are_refused_and_leave_no_pair(

@@ -1,18 +1,16 @@
 """The options of prepare: parsed, complete and checked."""
 
-import argparse
 from pathlib import Path
 
 import pytest
 
-from nanotrain.errors import DataError
-from nanotrain.prepare.options import PrepareOptions, add_arguments
+from nanotrain.cli.main import prepare_parser
+from nanotrain.errors import ConfigError, DataError
+from nanotrain.prepare.options import PrepareOptions
 
 
 def _parse(*argv: str) -> PrepareOptions:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return PrepareOptions.from_args(parser.parse_args(argv))
+    return PrepareOptions.from_args(prepare_parser().parse_args(argv))
 
 
 def test_every_argument_reaches_its_field() -> None:
@@ -43,7 +41,6 @@ def test_a_tokenizer_with_a_name_is_not_trained() -> None:
     [
         ({"tokenizer": "bpe:many"}, "bpe:many has no size"),
         ({"tokenizer": ""}, "--tokenizer is empty"),
-        ({"workers": 0}, "--workers 0 is not positive"),
         ({"max_documents": 5}, "--max-documents has no effect without --streaming"),
     ],
 )
@@ -51,3 +48,9 @@ def test_invalid_options_are_refused(options: dict[str, object], message: str) -
     values: dict[str, object] = {"input": ("a",), "output": Path("b"), "tokenizer": "bytes"}
     with pytest.raises(DataError, match=message):
         PrepareOptions(**values | options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("flag", ["--workers", "--max-documents", "--max-document-bytes", "--max-inflation"])
+def test_numbers_are_at_least_1(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag}: '0' is no whole number of at least 1"):
+        _parse("--input", "a", "--output", "b", "--tokenizer", "bytes", flag, "0")

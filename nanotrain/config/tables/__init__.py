@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 
-def read_table(name: str) -> Any:
-    """The content of a file of this folder."""
+def read_table(name: str, *, folder: Path = Path(__file__).parent) -> Any:
+    """The content of a YAML file, of this folder or of another package's."""
     import yaml  # 10 ms, and 10 more for the larger table: both only for a command line that needs it
 
-    path = Path(__file__).with_name(f"{name}.yaml")
-    return yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return yaml.load((folder / f"{name}.yaml").read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
