@@ -48,7 +48,7 @@ from nanotrain.parallel.pp.schedules import build_schedule
 from nanotrain.parallel.pp.simulate import simulate
 from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.precision.dtypes import TORCH_DTYPES, Precision
-from nanotrain.spec.counts import peak_flops
+from nanotrain.spec.counts import flops_per_token, peak_flops
 from nanotrain.topology.groups import GroupSpec
 from nanotrain.topology.topology import Topology
 from nanotrain.train.plans.plan import Plan, StagePlan, plan_run
@@ -283,7 +283,11 @@ def table(budget: Budget, plan: Plan) -> str:
     cards = math.prod(plan.groups[axis].size for axis in ("tp", "cp", "pp"))  # type: ignore[index]  # per batch
     tokens = plan.num_microbatches * plan.config.train.micro_batch_size * plan.config.data.seq_length / cards
     peak = peak_flops(budget.card.device_name, budget.dtype)
-    mfu = f"{tokens * plan.flops_per_token / budget.seconds / peak:.1%}" if peak else "unknown"
+    mfu = (
+        f"{tokens * flops_per_token(plan.shape, plan.config.data.seq_length) / budget.seconds / peak:.1%}"
+        if peak
+        else "unknown"
+    )
     lines.append(f"\n{tokens / budget.seconds:,.0f} tokens/s per card, MFU {mfu}; host time to launch the operators")
     lines.append(f"{total * LAUNCH_S * 1e3:,.0f} ms at {LAUNCH_S * 1e6:.0f} us each.")
     for name, sent in budget.traffic.items():

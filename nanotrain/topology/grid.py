@@ -67,7 +67,8 @@ class Grid:
         coords = self.coords(rank)
         ranks = [rank - sum(coords[axis] * self.stride(axis) for axis in axes)]
         for axis in sorted(axes, key=self.axes.index):  # slower axes last, so that ranks ascend
-            ranks = [step * self.stride(axis) + first for step in range(self.size(axis)) for first in ranks]
+            stride = self.stride(axis)
+            ranks = [step * stride + first for step in range(self.size(axis)) for first in ranks]
         return tuple(ranks)
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:

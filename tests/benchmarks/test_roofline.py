@@ -9,7 +9,7 @@ import pytest
 
 from nanotrain.attention.backends import installed_torch
 from nanotrain.config.load import load
-from nanotrain.spec.counts import num_parameters
+from nanotrain.spec.counts import flops_per_token, num_parameters
 from nanotrain.topology.groups import GroupSpec
 from nanotrain.train.plans.plan import Plan, plan_run
 from nanotrain.train.plans.traffic import sent_bytes
@@ -43,7 +43,7 @@ def test_flops_are_those_of_the_plan(roofline: ModuleType) -> None:
     attention = tokens * plan.shape.num_layers * plan.shape.num_heads * LENGTH * 2 * plan.shape.head_dim
     # the plan counts no recomputed scores, the fused operator does: 7 products instead of 6
     assert budget.costs["attention"].flops == pytest.approx(3.5 * attention)
-    assert budget.costs["GEMM"].flops == tokens * plan.flops_per_token - 3 * attention
+    assert budget.costs["GEMM"].flops == tokens * flops_per_token(plan.shape, LENGTH) - 3 * attention
     assert budget.costs["attention"].launches == 3 * 2 * plan.shape.num_layers
     assert budget.costs["loss"].num_bytes > 0 < budget.costs["elementwise"].num_bytes
 
@@ -104,7 +104,7 @@ def test_products_of_experts_are_those_of_the_plan_and_of_the_router(roofline: M
     budget, tokens = roofline.budget_of(plan, roofline.CARDS["H100"]), 2 * MICRO * LENGTH
     attention = tokens * plan.shape.num_layers * plan.shape.num_heads * LENGTH * 2 * plan.shape.head_dim
     routers = 6 * tokens * plan.shape.num_layers * plan.shape.hidden_size * 4  # which the plan leaves out
-    assert budget.costs["GEMM"].flops == tokens * plan.flops_per_token - 3 * attention + routers
+    assert budget.costs["GEMM"].flops == tokens * flops_per_token(plan.shape, LENGTH) - 3 * attention + routers
 
 
 @pytest.mark.parametrize(

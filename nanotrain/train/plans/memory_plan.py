@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, product
 from math import prod
 from typing import Any, NamedTuple, get_args
@@ -37,6 +38,7 @@ CERTAIN_SHARE, CERTAIN_SHARE_COMPILED = 0.8, 0.4
 PROCESS_BYTES = {"cpu": 75_000_000, "cuda": 2 * 32 * 2**20 + 16_000_000}
 ROWS = ("params", "grads", "optimizer", "activations", "working", "communication")
 SEARCH_S = 4.0  # of CPU time, after which the search for settings that fit ends
+built_schedule = lru_cache(maxsize=8)(build_schedule)  # layouts that differ elsewhere share one
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def train_schedule(config: Config, world_size: int) -> Schedule:
     """The pipeline schedule of a training step, of all pipeline ranks."""
     parallel, dp_size = config.parallel, config.parallel.data_parallel_size(world_size)
     sizes = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
-    return build_schedule(parallel.pipeline_schedule, PipelineShape(*sizes, num_microbatches(config.train, dp_size)))
+    return built_schedule(parallel.pipeline_schedule, PipelineShape(*sizes, num_microbatches(config.train, dp_size)))
 
 
 def require_memory(config: Config, world_size: int, *, device: str, available: int | None) -> MemoryPlan:

@@ -33,7 +33,6 @@ from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule, forward_o
 from nanotrain.parallel.pp.transfers import RankPlan, plan_rank
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES, WEIGHT_DTYPE
-from nanotrain.spec.counts import flops_per_token
 from nanotrain.spec.parameters import Declaration, declare_stage
 from nanotrain.spec.params import LocalParam, localize
 from nanotrain.spec.shape import ModelShape
@@ -97,7 +96,6 @@ class Plan:
     # actions and transfers of a training step; `StepSchedules` has those of other batch sizes
     train_schedule: RankPlan
     valid_schedule: RankPlan  # forwards and transfers of a validation batch
-    flops_per_token: int  # FLOPs of the whole model, forward and backward
     # factor of the loss that the gradient collectives divide by: the ranks of `dp_cp` if they average, else 1
     num_averaged_ranks: int
 
@@ -225,11 +223,10 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         rank=rank,
         groups=groups,
         shape=shape,
-        stages=tuple(_plan_stages(config, topology, rank=rank, shape=shape)),
+        stages=tuple(_plan_stages(config, shape, groups=groups, coords=topology.coords(rank))),
         sampler=sampler,
         train_schedule=plan_train_schedule(config, groups, num_microbatches=sampler.num_microbatches),
         valid_schedule=plan_rank(forward_only(pipeline), groups["pp"].index),
-        flops_per_token=flops_per_token(shape, config.data.seq_length),
         num_averaged_ranks=groups["dp_cp"].size if config.parallel.ddp_average_in_collective else 1,
     )
 
@@ -268,15 +265,15 @@ def check_names(config: Config) -> None:
     errors.raise_errors()
 
 
-def _plan_stages(config: Config, topology: Topology, *, rank: int, shape: ModelShape) -> Iterator[StagePlan]:
-    parallel, coords = config.parallel, topology.coords(rank)
-    specs = stage_specs(parallel, shape.num_layers)
-    sizes = {axis: topology.size(axis) for axis in ("tp", "ep", "etp")}
-    declaration = Declaration(shape, config.precision.params_dtype, sizes["tp"], parallel.sequence_parallel)
-    for spec in specs[coords["pp"] :: topology.size("pp")]:
+def _plan_stages(
+    config: Config, shape: ModelShape, *, groups: Mapping[GroupName, GroupSpec], coords: Mapping[str, int]
+) -> Iterator[StagePlan]:
+    sizes = {axis: groups[axis].size for axis in ("tp", "ep", "etp")}
+    declaration = Declaration(shape, config.precision.params_dtype, sizes["tp"], config.parallel.sequence_parallel)
+    for spec in stage_specs(config.parallel, shape.num_layers)[coords["pp"] :: groups["pp"].size]:
         declared = declare_stage(declaration, spec)
         params = tuple(localize(param, coords=coords, sizes=sizes) for param in declared)
-        buffers = tuple(_plan_buffers(params, config, groups=topology.group_specs(rank)))
+        buffers = tuple(_plan_buffers(params, config, groups=groups))
         yield StagePlan(spec, params, buffers, shape.mtp_layers if spec.has_head else range(0))
 
 

@@ -79,7 +79,7 @@ def test_every_recipe_is_planned_for_any_rank_without_a_world(recipe, world_size
         print(f"{recipe} rank {rank} of {world_size}: {time.process_time() - start:.2f} s CPU")
         assert plan.groups["world"].size == world_size and plan.groups["world"].rank == rank
         assert all(spec.rank == rank for spec in plan.groups.values())
-        assert plan.flops_per_token > 0 and plan.resident_bytes.params > 0
+        assert plan.resident_bytes.params > 0
         assert plan.train_schedule.num_microbatches == plan.num_microbatches
         sent = sent_bytes(plan)
         if plan.groups["dp_shard"].size > 1:
