@@ -1,6 +1,7 @@
 """Multi-token prediction of one rank, against the equations of DeepSeek-V3 written out without shifted sequences."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,7 +79,8 @@ def test_the_gradient_of_the_loss_scales_both():
 
 def test_the_scales_make_means_of_sums():
     config = replace(MTP, mtp=MTPConfig(num_layers=2, loss_scaling_factor=0.3))
-    part = MTPLosses(config, [], tp=Group.single_rank("tp"), device=torch.device("cpu"))
+    context = SimpleNamespace(groups={"tp": Group.single_rank("tp")}, device=torch.device("cpu"))
+    part = MTPLosses(SimpleNamespace(config=SimpleNamespace(model=config), context=context, stages={}))
     context = part.context(GlobalBatch((), 200, wait_s=0.0), counts=(100.0, 50.0))
     assert context["mtp_scales"] == pytest.approx((0.15 * 200 / 100, 0.15 * 200 / 50))
     assert part.sums(is_logged=True).tolist() == [0.0, 0.0], "as on a rank without the last stage"

@@ -1,8 +1,7 @@
 """Delayed scaling in fp8: the amaxes of every step are appended to histories, which checkpoints keep."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,6 @@ from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.kernels.fp8.layer import Fp8Layer
 from nanotrain.log import get_logger
-from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import Update
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.parts.part import BuiltModel, StepPart
@@ -23,22 +21,11 @@ PREFIX = "fp8/"  # of the names of the histories in a checkpoint
 
 
 class Fp8Amaxes(StepPart):
-    """The amax histories of this rank's stages, equal on all ranks of a stage.
+    """The amax histories of this rank's stages, equal on all ranks of a stage."""
 
-    Args:
-        stages: stages of this rank.
-        groups: groups that are reduced over one after the other; together all ranks of a stage: tp and dp_cp.
-    """
-
-    def __init__(self, stages: Mapping[int, Stage], groups: tuple[Group, ...]) -> None:
-        self._stages, self._groups = stages, groups
-
-    @classmethod
-    def of(cls, model: BuiltModel) -> Self | None:
-        """The histories of a run in fp8."""
-        if model.config.precision.fp8 is None:
-            return None
-        return cls(model.stages, (model.context.group("tp"), model.context.group("dp_cp")))
+    def __init__(self, model: BuiltModel) -> None:
+        self._stages, groups = model.stages, model.context.groups
+        self._groups = groups["tp"], groups["dp_cp"]  # together all ranks of a stage
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
         for stage in self._stages.values():

@@ -1,46 +1,27 @@
 """Losses besides that of the model: of each layer of multi-token prediction, and on each corpus of a blend."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanotrain.comm.group import Group
-from nanotrain.config.model import ModelConfig
 from nanotrain.data.batch import Batch
 from nanotrain.data.build import source_names
-from nanotrain.model.mtp import MTPLayer
-from nanotrain.model.transformer import Head
 from nanotrain.optim.distributed import Update
 from nanotrain.train.batches import GlobalBatch
 from nanotrain.train.parts.part import BuiltModel, StepPart
 
 
 class MTPLosses(StepPart):
-    """The losses of multi-token prediction: scaled in the forward pass by global token counts, and reported.
+    """The losses of multi-token prediction: scaled in the forward pass by global token counts, and reported."""
 
-    Args:
-        model_config: number of the layers, and the factor of their losses.
-        layers: layers of multi-token prediction on this rank; none where it is not on the last stage.
-        tp: the tensor-parallel group, whose ranks have equal losses.
-        device: device of the sums.
-    """
-
-    def __init__(
-        self, model_config: ModelConfig, layers: Sequence[MTPLayer], *, tp: Group, device: torch.device
-    ) -> None:
-        self._layers, self._tp, self._device = layers, tp, device
-        self._num_layers, self._factor = model_config.mtp.num_layers or 0, model_config.mtp.loss_scaling_factor
+    def __init__(self, model: BuiltModel) -> None:
+        mtp, context = model.config.model.mtp, model.context
+        self._tp, self._device = context.groups["tp"], context.device  # the ranks of tp have equal losses
+        self._layers = [layer for stage in model.stages.values() for layer in stage.mtp_layers]  # of the last stage
+        self._num_layers, self._factor = mtp.num_layers or 0, mtp.loss_scaling_factor
         self._num_tokens: list[int] = []  # target tokens of each layer in this step
-
-    @classmethod
-    def of(cls, model: BuiltModel) -> Self | None:
-        """The losses of a model with layers of multi-token prediction."""
-        if not model.plan.shape.num_mtp_layers:
-            return None
-        layers = [layer for stage in model.stages.values() for layer in stage.mtp_layers]
-        return cls(model.config.model, layers, tp=model.context.group("tp"), device=model.context.device)
 
     def prepare(self, batch: Batch) -> Batch:
         return batch.with_mtp(self._num_layers)
@@ -74,26 +55,15 @@ class MTPLosses(StepPart):
 
 
 class SourceLosses(StepPart):
-    """The mean loss on each corpus since the last logged step.
+    """The mean loss on each corpus since the last logged step."""
 
-    Args:
-        names: names of the corpora, in the order of `Batch.source_ids`.
-        heads: heads of this rank's stages, which add to the sums in the forward passes of training.
-        device: device of the sums.
-    """
-
-    def __init__(self, names: Sequence[str], *, heads: Iterable[Head], device: torch.device) -> None:
-        self._names = tuple(names)
-        self._sums = torch.zeros(2, len(names), dtype=torch.float64, device=device)  # losses, target tokens
-        for head in heads:
-            head.source_sums = self._sums
-
-    @classmethod
-    def of(cls, model: BuiltModel) -> Self | None:
-        """The losses of a run on a blend of corpora."""
-        names = source_names(model.dataset)
-        heads = [stage.head for stage in model.stages.values() if stage.head is not None]
-        return cls(names, heads=heads, device=model.context.device) if names else None
+    def __init__(self, model: BuiltModel) -> None:
+        self._names = source_names(model.dataset)  # in the order of `Batch.source_ids`
+        # losses, target tokens
+        self._sums = torch.zeros(2, len(self._names), dtype=torch.float64, device=model.context.device)
+        for stage in model.stages.values():
+            if stage.head is not None:  # which adds to the sums in the forward passes of training
+                stage.head.source_sums = self._sums
 
     def sums(self, *, is_logged: bool) -> Tensor | None:
         if not is_logged:

@@ -2,14 +2,12 @@
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Self
 
 from torch import Tensor
 
 from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.log import get_logger
 from nanotrain.optim.distributed import Update
-from nanotrain.optim.state import WeightAverage
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.parts.part import BuiltModel, StepPart
 
@@ -19,19 +17,10 @@ PREFIX = "ema/"  # of the names in a checkpoint, where the average is among the 
 
 
 class MovingAverage(StepPart):
-    """Adds the main params of every step to their average.
+    """Adds the main params of every step to their average."""
 
-    Args:
-        average: average that the optimizer stores.
-    """
-
-    def __init__(self, average: WeightAverage) -> None:
-        self._average = average
-
-    @classmethod
-    def of(cls, model: BuiltModel) -> Self | None:
-        """The average of a run with `--ema-decay`."""
-        return None if model.config.optim.ema_decay is None else cls(model.optimizer.average)
+    def __init__(self, model: BuiltModel) -> None:
+        self._average = model.optimizer.average
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
         self._average.update(update.skipped)

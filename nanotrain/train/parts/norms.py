@@ -9,18 +9,16 @@ update    the change of the main params, from a copy that exists during the step
 param     the main params after the step
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanotrain.comm.collectives import all_reduce
-from nanotrain.comm.group import Group
-from nanotrain.optim.distributed import DistributedOptimizer, Update, squared_norm
+from nanotrain.optim.distributed import Update, squared_norm
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.spec.parameters import declare_model
-from nanotrain.spec.params import ParamSpec
 from nanotrain.train.parts.part import BuiltModel, StepPart
 
 KINDS = ("grad", "update", "param")
@@ -28,20 +26,10 @@ Boxes = Mapping[TensorBox, Tensor]
 
 
 class ParamsNorm(StepPart):
-    """The norm of the main params and the number of zeros in the gradients.
-
-    Args:
-        model: built model.
-    """
+    """The norm of the main params and the number of zeros in the gradients."""
 
     def __init__(self, model: BuiltModel) -> None:
         self._train, self._optimizer, self._context = model.config.train, model.optimizer, model.context
-
-    @classmethod
-    def of(cls, model: BuiltModel) -> Self | None:
-        """The numbers of a run that logs one of them."""
-        train = model.config.train
-        return cls(model) if train.log_params_norm or train.log_num_zeros_in_grad else None
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
         if not is_logged:
@@ -51,7 +39,7 @@ class ParamsNorm(StepPart):
         squares = squared_norm([tensor.detach().to(device).flatten() for tensor in mains], device=device)
         grads, none = self._optimizer.grad_tensors(once=True).values(), torch.zeros_like(squares)
         total = torch.stack([squares, sum(((grad == 0).sum() for grad in grads), start=none)])
-        all_reduce(total, self._context.group("world"))
+        all_reduce(total, self._context.groups["world"])
         return torch.stack([total[0].sqrt(), total[1]])
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
@@ -61,30 +49,13 @@ class ParamsNorm(StepPart):
 
 
 class GroupNorms(StepPart):
-    """Norms by group of parameters.
+    """Norms by group of parameters."""
 
-    Args:
-        optimizer: optimizer of this rank.
-        specs: every parameter of the whole model.
-        world: group of all ranks.
-        device: device of the results.
-    """
-
-    def __init__(
-        self, optimizer: DistributedOptimizer, specs: Iterable[ParamSpec], *, world: Group, device: torch.device
-    ) -> None:
-        self._optimizer, self._world, self._device = optimizer, world, device
-        self._group_of = {spec.name: spec.group for spec in specs}
+    def __init__(self, model: BuiltModel) -> None:
+        self._optimizer, self._context = model.optimizer, model.context
+        self._group_of = {spec.name: spec.group for spec in declare_model(model.plan.shape)}
         self._groups = tuple(dict.fromkeys(self._group_of.values()))  # in the order of the model
         self._before: dict[TensorBox, Tensor] = {}  # main params before the update
-
-    @classmethod
-    def of(cls, model: BuiltModel) -> Self | None:
-        """The norms of a run that logs them."""
-        if not model.config.train.log_norms_by_group:
-            return None
-        world, device = model.context.group("world"), model.context.device
-        return cls(model.optimizer, declare_model(model.plan.shape), world=world, device=device)
 
     def sums(self, *, is_logged: bool) -> Tensor | None:
         """[groups], squares of the reduced gradients, which the update multiplies; copies the main params."""
@@ -101,7 +72,7 @@ class GroupNorms(StepPart):
         updates = {box: tensor - self._before[box] for box, tensor in params.items()}
         self._before = {}
         squares = torch.cat([self._squares(updates), self._squares(params)])
-        all_reduce(squares, self._world)
+        all_reduce(squares, self._context.groups["world"])
         return torch.cat([sums.sqrt() / update.loss_scale, squares.sqrt()])
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
@@ -115,4 +86,4 @@ class GroupNorms(StepPart):
         of_group: dict[str, list[Tensor]] = {group: [] for group in self._groups}
         for box, tensor in tensors.items():
             of_group[self._group_of[box.name.removeprefix("model/")]].append(tensor.detach().flatten())
-        return torch.stack([squared_norm(each, device=self._device) for each in of_group.values()]).double()
+        return torch.stack([squared_norm(each, device=self._context.device) for each in of_group.values()]).double()

@@ -17,7 +17,7 @@ Source: Kimi K2 (2025), section 2.1, algorithm 1 (MuonClip), with alpha 1/2; Meg
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,44 +32,26 @@ from nanotrain.train.parts.part import BuiltModel, StepPart
 
 
 class QKClip(StepPart):
-    """Scales query and key weights by the logits of the step; no weight of a skipped step.
-
-    Args:
-        model: built model.
-    """
+    """Scales query and key weights by the logits of the step; no weight of a skipped step."""
 
     def __init__(self, model: BuiltModel) -> None:
         self._model = model
 
-    @classmethod
-    def of(cls, model: BuiltModel) -> Self | None:
-        """QK-clip of a run with `--qk-clip`."""
-        return cls(model) if model.config.optim.qk_clip else None
-
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
         """Two all-reduces of one number per layer and head of each stage."""
-        model, group = self._model, self._model.context.group
+        model, groups = self._model, self._model.context.groups
         config, shape = model.config.optim, model.plan.shape
         for stage in model.stages.values():
-            factors = collect_factors(stage, config, shape=shape, tp=group("tp"), dp_cp=group("dp_cp"))
+            factors = collect_factors(stage, config, shape=shape, tp=groups["tp"], dp_cp=groups["dp_cp"])
             model.optimizer.scale_rows({name: torch.where(update.skipped, 1.0, f) for name, f in factors.items()})
         return sums
 
 
 class MaxAttentionLogit(StepPart):
-    """The largest attention logit.
-
-    Args:
-        model: built model.
-    """
+    """The largest attention logit."""
 
     def __init__(self, model: BuiltModel) -> None:
         self._stages, self._context = model.stages, model.context
-
-    @classmethod
-    def of(cls, model: BuiltModel) -> Self | None:
-        """The logit of a run that logs it."""
-        return cls(model) if model.config.train.log_max_attention_logit else None
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
         if not is_logged:
@@ -79,7 +61,7 @@ class MaxAttentionLogit(StepPart):
             for logits in logits_of(stage).values():
                 largest = torch.maximum(largest, logits.peak)
                 logits.peak.fill_(-torch.inf)
-        all_reduce(largest, self._context.group("world"), op="max")
+        all_reduce(largest, self._context.groups["world"], op="max")
         return largest
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:

@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanotrain.comm.collectives import all_gather_object
-from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.model import MoEConfig
 from nanotrain.model.router_stats import SCALARS, HasRouterState, expert_biases, routers_of
 from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import Update
@@ -18,26 +16,15 @@ from nanotrain.train.parts.part import BuiltModel, StepPart
 
 
 class RouterBalance(StepPart):
-    """The routers of all stages of the model; their statistics form one vector.
+    """The routers of all stages of the model; their statistics form one vector."""
 
-    Args:
-        stages: stages of this rank.
-        config: number of experts, and step size of the biases.
-        context: the groups.
-    """
-
-    def __init__(self, stages: Mapping[int, Stage], config: MoEConfig, *, context: ParallelContext) -> None:
-        self._stages, self._rate, self._device = stages, config.router_bias_update_rate, context.device
-        self._routers = {name: router for stage in stages.values() for name, router in routers_of(stage).items()}
-        self._length = config.num_experts + len(SCALARS)
-        gathered = all_gather_object([*self._routers], context.group("pp"))
+    def __init__(self, model: BuiltModel) -> None:
+        moe, self._stages, self._device = model.config.model.moe, model.stages, model.context.device
+        assert moe is not None, "only a mixture of experts has routers"
+        self._rate, self._length = moe.router_bias_update_rate, moe.num_experts + len(SCALARS)
+        self._routers = {name: router for stage in self._stages.values() for name, router in routers_of(stage).items()}
+        gathered = all_gather_object([*self._routers], model.context.groups["pp"])
         self._names = [name for names in gathered for name in names]  # of the whole model
-
-    @classmethod
-    def of(cls, model: BuiltModel) -> Self | None:
-        """The routers of a mixture of experts."""
-        moe = model.config.model.moe
-        return None if moe is None else cls(model.stages, moe, context=model.context)
 
     def sums(self, *, is_logged: bool) -> Tensor:
         """[routers * (E + 5)], and reset the statistics; a router is on the ranks of one stage."""

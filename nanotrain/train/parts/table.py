@@ -11,6 +11,7 @@ Norms are measured after QK-clip.
 
 from collections.abc import Callable
 
+from nanotrain.data.build import source_names
 from nanotrain.train.parts.fp8_amaxes import Fp8Amaxes
 from nanotrain.train.parts.losses import MTPLosses, SourceLosses
 from nanotrain.train.parts.moving_average import MovingAverage
@@ -19,20 +20,23 @@ from nanotrain.train.parts.part import BuiltModel, StepPart, StepParts
 from nanotrain.train.parts.qk_clip import MaxAttentionLogit, QKClip
 from nanotrain.train.parts.router_balance import RouterBalance
 
-PARTS: dict[str, Callable[[BuiltModel], StepPart | None]] = {
-    "mtp_losses": MTPLosses.of,
-    "source_losses": SourceLosses.of,
-    "router_balance": RouterBalance.of,
-    "max_attention_logit": MaxAttentionLogit.of,
-    "qk_clip": QKClip.of,
-    "moving_average": MovingAverage.of,
-    "params_norm": ParamsNorm.of,
-    "group_norms": GroupNorms.of,
-    "fp8_amaxes": Fp8Amaxes.of,
+# by name: whether a model has the part, and the part
+PARTS: dict[str, tuple[Callable[[BuiltModel], object], Callable[[BuiltModel], StepPart]]] = {
+    "mtp_losses": (lambda model: model.plan.shape.num_mtp_layers, MTPLosses),
+    "source_losses": (lambda model: source_names(model.dataset), SourceLosses),
+    "router_balance": (lambda model: model.config.model.moe, RouterBalance),
+    "max_attention_logit": (lambda model: model.config.train.log_max_attention_logit, MaxAttentionLogit),
+    "qk_clip": (lambda model: model.config.optim.qk_clip, QKClip),
+    "moving_average": (lambda model: model.config.optim.ema_decay is not None, MovingAverage),
+    "params_norm": (
+        lambda model: model.config.train.log_params_norm or model.config.train.log_num_zeros_in_grad,
+        ParamsNorm,
+    ),
+    "group_norms": (lambda model: model.config.train.log_norms_by_group, GroupNorms),
+    "fp8_amaxes": (lambda model: model.config.precision.fp8, Fp8Amaxes),
 }
 
 
 def build_parts(model: BuiltModel) -> StepParts:
     """The parts that the configuration of a built model asks for; collective."""
-    built = {name: build(model) for name, build in PARTS.items()}
-    return StepParts({name: part for name, part in built.items() if part is not None}, model.context)
+    return StepParts({name: part(model) for name, (has, part) in PARTS.items() if has(model)}, model.context)

@@ -1,6 +1,6 @@
 """Losses by corpus are those of its samples by hand, in every layout, over the steps between two logged ones."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -47,8 +47,7 @@ def read_blend(ctx: ParallelContext, run: Run) -> None:
     loss.CHUNK_ELEMENTS["cpu"], loss.MIN_CHUNK_TOKENS = 1, 10
     run.batches.dataset = DATA
     run.batches.restart(consumed_samples=0, skipped_samples=0)
-    heads = [stage.head for stage in run.stages.values() if stage.head is not None]
-    run.parts.by_name["source_losses"] = SourceLosses(source_names(DATA), heads=heads, device=ctx.device)
+    run.parts.by_name["source_losses"] = SourceLosses(replace(run, dataset=DATA))
 
 
 def losses_of(ctx: ParallelContext, case: Case) -> list[dict[str, float] | None]:

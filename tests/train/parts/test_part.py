@@ -44,6 +44,9 @@ class RankSteps(StepPart):
         return {TensorBox.full("mine/rank_steps", self.total.shape): self.total}
 
 
+ROW = (bool, RankSteps)
+
+
 def steps_of(ctx: ParallelContext, case: Case, folder: Path, *, checkpoint: Path | None = None) -> list[float]:
     """What the part reports in two steps, after which a checkpoint is saved."""
     run = build_here(ctx, case, folder=folder, checkpoint=checkpoint)
@@ -57,7 +60,7 @@ def with_and_without(ctx: ParallelContext, case: Case, folder: Path) -> tuple[li
     num_calls, reported = [], []
     for has_part in (False, True):
         if has_part:
-            PARTS["rank_steps"] = RankSteps
+            PARTS["rank_steps"] = ROW
         ctx.traffic.reset()
         reported = steps_of(ctx, case, folder / str(has_part))
         num_calls.append(ctx.traffic.calls())
@@ -65,7 +68,7 @@ def with_and_without(ctx: ParallelContext, case: Case, folder: Path) -> tuple[li
 
 
 def resumed(ctx: ParallelContext, case: Case, checkpoint: Path, folder: Path) -> list[float]:
-    PARTS["rank_steps"] = RankSteps
+    PARTS["rank_steps"] = ROW
     return steps_of(ctx, case, folder, checkpoint=checkpoint)
 
 
@@ -80,7 +83,7 @@ def test_a_part_joins_the_all_reduce_and_is_saved_and_restored_on_another_layout
 
 
 def test_a_part_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PARTS, "rank_steps", RankSteps)
+    monkeypatch.setitem(PARTS, "rank_steps", ROW)
     with small_run(tmp_path, "--train-iters", "2") as run:
         train(run, LogHook())
     assert [row["rank_steps"] for row in metrics_of(tmp_path)] == [1.0, 2.0]
