@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanotrain.attention import backends
-from nanotrain.attention.backends import ALL, EVERYTHING, Ability, AttentionBackend
+from nanotrain.attention.backends import EVERYTHING, Ability, AttentionBackend
 from nanotrain.attention.sdpa import DenseKernel, LayerKernels
 from nanotrain.comm.autograd import gather_along
 from nanotrain.comm.group import Group
@@ -134,7 +134,7 @@ class CountingKernel(DenseKernel):
 def train_with_a_backend(ctx: ParallelContext, case: Case) -> tuple[Outcome, int]:
     """Train on this rank with a backend of its own; also returns how often its kernel ran."""
     kernel = CountingKernel()
-    row = AttentionBackend("counting", "mine", lambda _: kernel, {"cpu": Ability(ALL, EVERYTHING)})
+    row = AttentionBackend("counting", "mine", lambda _: kernel, {"cpu": Ability(frozenset({"fp32"}), EVERYTHING)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "BACKENDS", {row.name: row} | backends.BACKENDS)
         return train_here(ctx, case), kernel.num_calls

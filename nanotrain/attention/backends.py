@@ -1,19 +1,22 @@
 """The table of attention backends: the features of each, and the choice of one for the layers of a model.
 
-BACKENDS           the only list, in the order of preference; a row is a kernel and its limits
+BACKENDS           the rows of backends.yaml, in the order of preference; a row is a kernel and its limits
 AttentionNeed      dtype, head dims and features of a layer
 AttentionDevice    the kind of device; both are pure data, so a choice needs no GPU
 backend_flags      the values of --attention-backend
 choose_backend     the first backend that can compute a need, of all or of one value of --attention-backend
 AttentionChoice    the backends of a model's layers
 
-Limits are those of torch's own checks (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp) and documentation.
+A new backend is a row of backends.yaml and of KERNELS.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 
 from nanotrain.attention.call import AttentionKernel, TileKernel
 from nanotrain.attention.flex import FlexKernel
@@ -23,7 +26,6 @@ from nanotrain.comm.device import compute_capability
 from nanotrain.config.config import Config
 from nanotrain.errors import ConfigError
 
-HALF, ALL = frozenset({"bf16", "fp16"}), frozenset({"bf16", "fp16", "fp32"})
 FEATURES = ("documents", "window", "sinks", "softcap", "dropout", "all-gather cp", "ring cp")
 EVERYTHING = frozenset(FEATURES)
 AUTO = "auto"  # the value of --attention-backend that allows every automatic row
@@ -44,7 +46,7 @@ class AttentionBackend:
 
     name: str
     flag: str  # the value of --attention-backend that selects it
-    kernel: Callable[[bool], AttentionKernel]  # the argument: whether --attention-backend names it, so SDPA must use it
+    kernel: Callable[[bool], AttentionKernel]  # of KERNELS
     abilities: Mapping[str, Ability]  # by kind of device
     min_head_dim: int = 1
     max_head_dim: int | None = None
@@ -110,82 +112,37 @@ def _sdpa(backend: str, **options: bool) -> Callable[[bool], AttentionKernel]:
     return lambda is_forced: SdpaKernel(backend if is_forced else None, **options)
 
 
-BACKENDS: dict[str, AttentionBackend] = {
-    row.name: row
-    for row in (
-        AttentionBackend(
-            "sdpa flash",
-            "flash",
-            _sdpa("FLASH_ATTENTION", pads_values=True),
-            {"cpu": Ability(ALL, frozenset()), "cuda": Ability(HALF, frozenset({"all-gather cp"}))},
-            max_head_dim=256,
-            value_dims="no wider than keys",
-            capability=(8, 0),
-            is_in_graphs=True,
-        ),
-        AttentionBackend(
-            "varlen flash",
-            "flash",
-            lambda _: VarlenKernel(),
-            {"cuda": Ability(HALF, frozenset({"documents", "window", "all-gather cp"}))},
-            max_head_dim=256,
-            head_dim_multiple=8,
-            value_dims="as wide as keys",
-            capability=(8, 0),
-            torch_version=(2, 13),
-        ),
-        AttentionBackend(
-            "cudnn",
-            "fused",
-            _sdpa("CUDNN_ATTENTION"),
-            {"cuda": Ability(HALF, frozenset())},
-            max_head_dim=128,
-            head_dim_multiple=8,
-            capability=(8, 0),
-            is_in_graphs=True,
-            is_automatic=False,  # not measured against flash
-        ),
-        AttentionBackend(
-            "sdpa efficient",
-            "fused",
-            _sdpa("EFFICIENT_ATTENTION", repeats_heads=True),
-            {"cuda": Ability(ALL, frozenset({"all-gather cp"}))},
-            capability=(5, 0),
-            is_in_graphs=True,
-        ),
-        AttentionBackend(
-            "tiles",
-            "local",
-            lambda _: TileKernel(),
-            {
-                "cpu": Ability(ALL, EVERYTHING),
-                "cuda": Ability(HALF, frozenset({"documents", "sinks", "all-gather cp", "ring cp"})),
-            },
-            max_head_dim=256,
-            capability=(8, 0),
-        ),
-        AttentionBackend(
-            "flex",
-            "flex",
-            lambda _: FlexKernel(),
-            {"cuda": Ability(ALL, EVERYTHING - {"dropout", "ring cp"})},
-            min_head_dim=16,
-            max_head_dim=256,
-            capability=(8, 0),
-        ),
-        AttentionBackend(
-            "eager tiles", "local", lambda _: TileKernel(), {"cuda": Ability(ALL, EVERYTHING)}, is_deterministic=True
-        ),
-        AttentionBackend(
-            "math",
-            "unfused",
-            lambda _: DenseKernel("MATH"),
-            {kind: Ability(ALL, EVERYTHING - {"ring cp"}) for kind in ("cpu", "cuda")},
-            is_deterministic=True,
-            is_automatic=False,
-        ),
-    )
+# by name of the row: the kernel; the argument says whether --attention-backend names the row, so SDPA must use it
+KERNELS: dict[str, Callable[[bool], AttentionKernel]] = {
+    "sdpa flash": _sdpa("FLASH_ATTENTION", pads_values=True),
+    "varlen flash": lambda _: VarlenKernel(),
+    "cudnn": _sdpa("CUDNN_ATTENTION"),
+    "sdpa efficient": _sdpa("EFFICIENT_ATTENTION", repeats_heads=True),
+    "tiles": lambda _: TileKernel(),
+    "flex": lambda _: FlexKernel(),
+    "eager tiles": lambda _: TileKernel(),
+    "math": lambda _: DenseKernel("MATH"),
 }
+
+
+def _row(name: str, row: dict[str, Any]) -> AttentionBackend:
+    """A row of backends.yaml."""
+    abilities: dict[str, Ability] = {
+        kind: Ability(**{key: frozenset(names) for key, names in row.pop(kind).items()})
+        for kind in ("cpu", "cuda")
+        if kind in row
+    }
+    row |= {key: tuple(row[key]) for key in ("capability", "torch_version") if key in row}
+    return AttentionBackend(name, kernel=KERNELS[name], abilities=abilities, **row)
+
+
+TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+BACKENDS: dict[str, AttentionBackend] = {name: _row(name, row) for name, row in TABLE.items()}
+
+
+def named(features: frozenset[str]) -> list[str]:
+    """The features in the order of FEATURES."""
+    return sorted(features, key=FEATURES.index)
 
 
 def backend_flags() -> list[str]:
@@ -200,7 +157,7 @@ def lacks(backend: AttentionBackend, need: AttentionNeed, *, device: AttentionDe
         return [f"runs on {' and '.join(backend.abilities)} only"]
     missing = []
     if need.features - ability.features:
-        missing.append("has no " + ", ".join(name for name in FEATURES if name in need.features - ability.features))
+        missing.append("has no " + ", ".join(named(need.features - ability.features)))
     if need.dtype not in ability.dtypes:
         missing.append(f"takes {' and '.join(sorted(ability.dtypes))}, not {need.dtype}")
     if device.torch_version < backend.torch_version:
@@ -304,8 +261,6 @@ class AttentionChoice:
         >>> str(AttentionChoice.of(Config(), AttentionDevice("cpu")))
         'sdpa flash (fp32)'
         """
-        parts = {}
-        for backend, need in self.backends.values():
-            features = (name for name in FEATURES if name in need.features)
-            parts[f"{backend.name} ({', '.join((need.dtype, *features))})"] = True
-        return "; ".join(parts)
+        pairs = self.backends.values()
+        texts = [f"{row.name} ({', '.join((need.dtype, *named(need.features)))})" for row, need in pairs]
+        return "; ".join(dict.fromkeys(texts))

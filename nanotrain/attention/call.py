@@ -41,7 +41,6 @@ class CoreAttention(Protocol):
         Returns:
             The `mask` argument of `__call__`, in a form private to the backend.
         """
-        ...
 
     def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: Any, scores: ScoreOptions | None) -> Tensor:
         """Attend.
@@ -56,7 +55,6 @@ class CoreAttention(Protocol):
         Returns:
             [B, S / cp, N, Dv].
         """
-        ...
 
 
 class AttentionKernel(Protocol):
@@ -66,7 +64,6 @@ class AttentionKernel(Protocol):
         self, query: Tensor, *, key: Tensor, value: Tensor, call: "AttentionCall", scores: ScoreOptions | None
     ) -> Tensor:
         """query [B, Q, N, D], key [B, K, G, D], value [B, K, G, Dv] -> [B, Q, N, Dv]."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -307,11 +307,6 @@ class WeightDropout:
         return keep_factors(mix_in(words[..., None], self.keys), self.rate, dtype=dtype)
 
 
-# Called with all queries and keys that attend to each other, one chunk at a time; for QK-clip. The option `first_head`
-# is the index on this rank of the first of the chunk's query heads.
-LogitObserver = Callable[..., None]
-
-
 @dataclass(frozen=True)
 class ScoreOptions:
     """Options of the scores of one layer and microbatch, besides mask and scale."""
@@ -319,7 +314,9 @@ class ScoreOptions:
     sink: Tensor | None = None  # [N] of these heads
     softcap: float | None = None
     dropout: WeightDropout | None = None
-    observe: LogitObserver | None = None
+    # for QK-clip, called with all queries and keys that attend to each other, one chunk at a time; the option
+    # `first_head` is the index on this rank of the first of the chunk's query heads
+    observe: Callable[..., None] | None = None
 
     @property
     def is_plain(self) -> bool:
