@@ -158,12 +158,7 @@ def rows(pairs: Iterable[tuple[str, str]], width: int) -> list[str]:
 def describe(entry: Entry) -> tuple[str, str]:
     """The columns of one field: flag and values, meaning and default."""
     flag = f"--[no-]{entry.flag[2:]}" if entry.kind is bool else f"{entry.flag} {metavar(entry)}"
-    return flag, f"{meaning(entry)} (default: {typed(entry.default)})"
-
-
-def meaning(entry: Entry) -> str:
-    """The meaning of a field."""
-    return str(entry.field.metadata["meaning"])
+    return flag, f"{entry.field.metadata['meaning']} (default: {typed(entry.default)})"
 
 
 def metavar(entry: Entry) -> str:

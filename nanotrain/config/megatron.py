@@ -34,9 +34,8 @@ class MegatronFlag:
     saves: bool = False  # of `no effect`: in Megatron-LM it saves time or memory, so the log names it
     sets: Mapping[str, Any] = field(default_factory=dict)  # of a rename: constant values by unique name,
     to: str = ""  # or the unique name of the field that takes its value,
-    choices: Mapping[str, Mapping[str, Any]] = field(
-        default_factory=dict
-    )  # or values of fields by the value that it takes,
+    # or values of fields by the value that it takes,
+    choices: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     convert: str = ""  # or the name of a function of config/conversions.py
     overrules: bool = False  # of a rename: its values replace those of other flags, as in Megatron-LM
     is_check: bool = False  # of a rename: it depends on what the other flags set, so it is converted last

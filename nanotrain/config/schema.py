@@ -168,7 +168,7 @@ def unknown_key(key: str) -> ConfigError:
         entry = next((entry for entry in ENTRIES.values() if entry.flag == cure), None)
         fix = advise(entry.key if entry else cure)
         return ConfigError(f"unknown key {key}", fix=fix)
-    return unknown("key" if known is KEYS else "section", key, known=known)
+    return ConfigError(f"unknown {'key' if known is KEYS else 'section'} {key}", fix=did_you_mean(key, known))
 
 
 def value_of(config: Any, key: str) -> Any:
@@ -373,11 +373,6 @@ def argument_of(name: str, value: Any) -> str:
 def entries_of(section: str) -> list[Entry]:
     """The fields of one section, in order."""
     return [entry for entry in ENTRIES.values() if entry.section == section]
-
-
-def unknown(what: str, name: str, *, known: Iterable[str]) -> ConfigError:
-    """The error for a name that does not exist."""
-    return ConfigError(f"unknown {what} {name}", fix=did_you_mean(name, known))
 
 
 def wrong_type(entry: Entry, value: Any) -> ConfigError:

@@ -33,7 +33,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.checkpoint.read import read_box
 from nanotrain.checkpoint.store import find_manifest
+from nanotrain.config.config import Config
 from nanotrain.config.model import ModelConfig
+from nanotrain.config.rules.rule import holds
+from nanotrain.config.rules.sizes import Values
 from nanotrain.config.schema import config_from_dict
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp import torch_export
@@ -67,20 +70,8 @@ def check_model(model_config: ModelConfig) -> None:
     Raises:
         CheckpointError: all that it has not, in one message.
     """
-    shape = ModelShape.of(model_config)
-    reasons = {
-        "multi_latent_attention": shape.mla is not None,
-        "mtp_num_layers": shape.num_mtp_layers > 0,
-        "norm_placement other than pre": shape.has_post_norm or not shape.has_pre_norm,
-        "qk_layernorm_across_heads": shape.has_wide_qk_norm,
-        "softmax_type learnable": shape.has_sink,
-        "add_bias_linear with experts": shape.has_linear_bias and shape.moe is not None,
-        "scale_embeddings": model_config.scale_embeddings,
-        "attn_logit_softcapping": model_config.attn_logit_softcapping is not None,
-        "final_logit_softcapping": model_config.final_logit_softcapping is not None,
-        "rotary_base_local": model_config.rotary_base_local is not None,
-    }
-    if unsupported := [name for name, is_set in reasons.items() if is_set]:
+    values = Values(Config(model=model_config))
+    if unsupported := [name for name, where in TABLES["unsupported"].items() if holds(values, where)]:
         raise CheckpointError(
             f"this model cannot be written for Megatron-LM: {', '.join(unsupported)}",
             why="its checkpoints have no place, or no known one, for these weights or settings",

@@ -88,15 +88,12 @@ FIELDS = {
 }
 
 
-def arrange(
-    parallel: ParallelConfig, world_size: int, *, is_sharded: bool, has_experts: bool = True
-) -> tuple[Grid, Grid]:
+def arrange(parallel: ParallelConfig, world_size: int, *, has_experts: bool = True) -> tuple[Grid, Grid]:
     """Arrange ranks in the dense and the expert grid.
 
     Args:
         parallel: sizes of the axes.
         world_size: number of ranks.
-        is_sharded: optimizer state is sharded over data-parallel ranks.
         has_experts: the expert grid is used, so that a rank must have the same stage in both.
 
     Raises:
@@ -109,7 +106,7 @@ def arrange(
     dense, expert = _sizes(parallel)
     dense["dp"], expert["expert_dp"] = world_size // prod(dense.values()), world_size // prod(expert.values())
     ranks = {"dp*cp": dense["dp"] * dense["cp"], "expert_dp": expert["expert_dp"]}
-    _check_instances(parallel.num_distributed_optimizer_instances, ranks, is_sharded=is_sharded)
+    _check_instances(parallel.num_distributed_optimizer_instances, ranks)
     if not parallel.use_tp_pp_dp_mapping:
         return _grid(dense, ("tp", "cp", "dp", "pp")), _grid(expert, ("etp", "ep", "expert_dp", "pp"))
     if has_experts:
@@ -166,15 +163,9 @@ def _check_same_stages(dense: dict[str, int], expert: dict[str, int]) -> None:
     )
 
 
-def _check_instances(instances: int, ranks: dict[str, int], *, is_sharded: bool) -> None:
+def _check_instances(instances: int, ranks: dict[str, int]) -> None:
     """The number of optimizer instances must divide the data-parallel ranks of both grids, given by name."""
     flag = flag_of("num_distributed_optimizer_instances")
-    if instances > 1 and not is_sharded:
-        raise TopologyError(
-            f"{flag} {instances} has no effect with no_shard",
-            why="no_shard replicates the optimizer state on every rank, so there are no shards to replicate",
-            fix=f"set {flag_of('data_parallel_sharding_strategy')} optim or {flag} 1",
-        )
     for name, count in ranks.items():
         if count % instances:
             fitting = max(n for n in range(1, instances) if all(other % n == 0 for other in ranks.values()))

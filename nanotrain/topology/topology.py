@@ -29,7 +29,7 @@ class Topology:
     >>> topology = Topology.of(ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 8)
     >>> topology.groups_of("dp")
     ((0, 2), (1, 3), (4, 6), (5, 7))
-    >>> topology.group_spec(6, "dp")
+    >>> topology.group_specs(6)["dp"]
     GroupSpec(name='dp', ranks=(4, 6), index=1)
     """
 
@@ -45,8 +45,8 @@ class Topology:
         Raises:
             TopologyError: the ranks cannot form the groups; names the numbers and a fix.
         """
+        dense, expert = arrange(parallel, world_size, has_experts=has_experts)
         is_sharded = parallel.data_parallel_sharding_strategy != "no_shard"
-        dense, expert = arrange(parallel, world_size, is_sharded=is_sharded, has_experts=has_experts)
         return cls(dense, expert, parallel.num_distributed_optimizer_instances, is_sharded)
 
     @property
@@ -73,15 +73,10 @@ class Topology:
         parts = self._split(name, grid.members(rank, *axes))
         return next((part for part in parts if rank in part), ())
 
-    def group_spec(self, rank: int, name: GroupName) -> GroupSpec | None:
-        """A rank's group of this name; None if it is in none (`embed` on a middle stage)."""
-        ranks = self.members(rank, name)
-        return GroupSpec(name, ranks, ranks.index(rank)) if ranks else None
-
     def group_specs(self, rank: int) -> dict[GroupName, GroupSpec]:
         """All groups of a rank by name."""
-        specs = ((name, self.group_spec(rank, name)) for name in GROUP_NAMES)
-        return {name: spec for name, spec in specs if spec is not None}
+        members = ((name, self.members(rank, name)) for name in GROUP_NAMES)
+        return {name: GroupSpec(name, ranks, ranks.index(rank)) for name, ranks in members if ranks}
 
     def groups_of(self, name: GroupName) -> tuple[Ranks, ...]:
         """All groups of one name, ascending."""

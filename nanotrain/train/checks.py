@@ -16,7 +16,7 @@ from nanotrain.attention.backends import AttentionChoice, AttentionDevice
 from nanotrain.comm import device
 from nanotrain.comm.parallel_context import Launch
 from nanotrain.config.config import Config, Fp8Config
-from nanotrain.data.build import uses_quickstart
+from nanotrain.config.rules.check import check_table
 from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
 from nanotrain.log import get_logger
 from nanotrain.precision.fp8 import RECIPES
@@ -88,16 +88,6 @@ def check_attention(start: Start) -> None:
         log.warning("%s", warning)
 
 
-def check_corpus(start: Start) -> None:
-    """A corpus is set, or the run uses the quick-start corpus or mock data."""
-    if uses_quickstart(start.config.data) and not start.config.data.quickstart:
-        raise ConfigError(
-            "there is no corpus to train on",
-            why="data_path is empty, and only the recipes tiny* set quickstart",
-            fix="prepare one with `nanotrain prepare` and set --data-path PREFIX, or set --mock-data",
-        )
-
-
 def check_prometheus(start: Start) -> None:
     """The package of the Prometheus client is installed, if the endpoint is wanted."""
     port = start.config.train.prometheus_port
@@ -109,30 +99,9 @@ def check_prometheus(start: Start) -> None:
         )
 
 
-def check_offload(start: Start) -> None:
-    """Offloading has an effect on the device."""
-    optim, memory = start.config.optim, start.config.memory
-    settings = {"--optimizer-cpu-offload": optim.optimizer_cpu_offload, "--cpu-offloading": memory.cpu_offloading}
-    given = " and ".join(flag for flag, is_set in settings.items() if is_set)
-    if given and start.device.type == "cpu":
-        raise ConfigError(
-            f"offloading has no effect: {given}",
-            why="the device is a CPU: optimizer state and activations are in host memory already",
-            fix=f"leave out {given}",
-        )
-
-
-def check_records(start: Start) -> None:
-    """The device has what is to be recorded."""
-    train, is_cpu = start.config.train, start.device.type == "cpu"
-    if train.memory_snapshot_path is not None and is_cpu:
-        what, why = f"--memory-snapshot-path {train.memory_snapshot_path}", "torch records the allocations of GPUs only"
-        fix = "leave it out, and --record-memory-history; the end of a run states the peak memory of its process"
-        raise ConfigError(f"{what} on a CPU", why=why, fix=fix)
-    if train.log_straggler and not is_cpu:
-        why = "the host does not wait for other ranks there, so the time of a step without waits is not measured"
-        fix = "leave it out; --profile and `nanotrain timeline RUN` show kernels and waits of each rank"
-        raise ConfigError("--log-straggler on a GPU", why=why, fix=fix)
+def check_settings(start: Start) -> None:
+    """No setting contradicts another one or the device."""
+    check_table(start.config, "start", start.device.type)
 
 
 def check_memory(start: Start) -> None:
@@ -183,10 +152,8 @@ CHECKS: tuple[tuple[Callable[[Start], None], ...], ...] = (
         check_device,
         lambda start: require_fp8(start.config.precision.fp8, device.compute_capability(start.device)),
         check_attention,
-        check_corpus,
         check_prometheus,
-        check_offload,
-        check_records,
+        check_settings,
         check_memory,
     ),
 )

@@ -4,36 +4,20 @@ with_compile     the configuration with `torch_compile` set: unset means on for 
 graph_breaks     the parts of this configuration's blocks that run outside of graphs
 """
 
-from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+
+import yaml
 
 from nanotrain.config.config import Config
-from nanotrain.config.parallel import DISCARDED_MODULES, ParallelConfig
+from nanotrain.config.parallel import ParallelConfig
+from nanotrain.config.rules.rule import holds
+from nanotrain.config.rules.sizes import Values
 from nanotrain.parallel.pp.actions import ActionKind, PipelineShape
 from nanotrain.parallel.pp.schedules import build_schedule
 
-# where graphs end -> whether they do in a configuration; docs/gpu.md counts them for three layouts
-BREAKS: dict[str, Callable[[Config], object]] = {
-    "linear layers with tensor parallelism, fp8 or deferred weight gradients (parallel/tp/layers.py)": lambda config: (
-        config.parallel.tensor_model_parallel_size > 1
-        or config.precision.fp8 is not None
-        or _defers_wgrad(config.parallel)
-    ),
-    "collectives of sequence parallelism (comm/autograd.py)": lambda config: (
-        config.parallel.tensor_model_parallel_size > 1 and config.parallel.sequence_parallel
-    ),
-    "attention with context parallelism, segments, a window, sinks, soft-capped scores or dropout (parallel/cp)": (
-        lambda config: _has_special_attention(config)
-    ),
-    "the routed experts (model/moe.py)": lambda config: config.model.moe is not None,
-    "recomputed modules (memory/recompute.py)": lambda config: config.memory.recomputed_modules,
-}
-# settings that compiled blocks do not support; together with an explicit --torch-compile they are errors (config/rules)
-UNSUPPORTED: dict[str, Callable[[Config], object]] = {
-    "--cpu-offloading": lambda config: config.memory.cpu_offloading,
-    "--recompute-modules": lambda config: DISCARDED_MODULES.intersection(config.memory.recomputed_modules),
-    "--debug-nan": lambda config: config.train.debug_nan,
-}
+TABLE: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+DEFERRED = "linear layers with deferred weight gradients (parallel/tp/layers.py)"
 
 
 def with_compile(config: Config, device_type: str) -> Config:
@@ -45,18 +29,18 @@ def with_compile(config: Config, device_type: str) -> Config:
     """
     if config.train.torch_compile is not None:
         return config
-    compiles = device_type == "cuda" and not _unsupported(config)
+    compiles = device_type == "cuda" and not _rows(config, "unsupported")
     return replace(config, train=replace(config.train, torch_compile=compiles))
 
 
 def graph_breaks(config: Config) -> list[str]:
     """Where the graphs of this configuration's blocks end, with the files; empty where a block is one graph."""
-    return [where for where, is_there in BREAKS.items() if is_there(config)]
+    return [*([DEFERRED] if _defers_wgrad(config.parallel) else []), *_rows(config, "breaks")]
 
 
 def describe_compile(config: Config, device_type: str) -> str:
     """One sentence for the log: whether blocks are compiled, why, and where graphs end."""
-    resolved, unsupported = with_compile(config, device_type), _unsupported(config)
+    resolved, unsupported = with_compile(config, device_type), _rows(config, "unsupported")
     if not resolved.train.torch_compile:
         why = (
             "--no-torch-compile" if config.train.torch_compile is False else f"{device_type}, --torch-compile is unset"
@@ -67,20 +51,6 @@ def describe_compile(config: Config, device_type: str) -> str:
     return f"every block ({why})" + (f"; graphs end at {'; '.join(breaks)}" if breaks else "; one graph each")
 
 
-def _has_special_attention(config: Config) -> bool:
-    """Whether core attention is more than torch's plain causal attention."""
-    model = config.model
-    return (
-        config.parallel.context_parallel_size > 1
-        or config.data.reset_attention_mask
-        or model.window_size is not None
-        or model.softmax_type != "vanilla"
-        or model.attn_logit_softcapping is not None
-        or model.attention_dropout > 0
-        or config.optim.qk_clip
-    )
-
-
 def _defers_wgrad(parallel: ParallelConfig) -> bool:
     """Whether the pipeline schedule has W actions."""
     pp, virtual = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
@@ -88,5 +58,6 @@ def _defers_wgrad(parallel: ParallelConfig) -> bool:
     return any(action.kind is ActionKind.backward_weight for action in schedule)
 
 
-def _unsupported(config: Config) -> list[str]:
-    return [flag for flag, is_set in UNSUPPORTED.items() if is_set(config)]
+def _rows(config: Config, name: str) -> list[str]:
+    """The rows of a table whose condition holds."""
+    return [row for row, where in TABLE[name].items() if holds(Values(config), where)]

@@ -65,9 +65,9 @@ def test_members_and_groups_agree(grid: Grid, axes: tuple[str, ...], data: st.Da
 sizes = st.integers(1, 5)
 
 
-def message_of(world_size: int, *, is_sharded: bool = True, **fields: object) -> str:
+def message_of(world_size: int, **fields: object) -> str:
     with pytest.raises(TopologyError) as caught:
-        arrange(ParallelConfig(**fields), world_size, is_sharded=is_sharded)  # type: ignore[arg-type]
+        arrange(ParallelConfig(**fields), world_size)  # type: ignore[arg-type]
     return str(caught.value)
 
 
@@ -96,13 +96,13 @@ def test_every_suggested_fix_works(world_size: int, tp: int, cp: int, pp: int, e
         expert_tensor_parallel_size=etp,
     )
     try:
-        dense, expert = arrange(parallel, world_size, is_sharded=True)
+        dense, expert = arrange(parallel, world_size)
     except TopologyError as error:
         # then: both the smaller axis and the other number of ranks are accepted
         for flag, size in re.findall(r"set --(\S+) (\d+)", error.fix):
-            arrange(replace(parallel, **{flag.replace("-", "_"): int(size)}), world_size, is_sharded=True)
+            arrange(replace(parallel, **{flag.replace("-", "_"): int(size)}), world_size)
         (ranks,) = re.findall(r"run on (\d+) ranks", error.fix)
-        dense, expert = arrange(parallel, int(ranks), is_sharded=True)
+        dense, expert = arrange(parallel, int(ranks))
         world_size = int(ranks)
 
     # then: both grids contain all ranks
@@ -126,7 +126,7 @@ def test_a_rank_has_one_stage_in_both_grids(world_size: int, tp: int, cp: int, p
         use_tp_pp_dp_mapping=before,
     )
     try:
-        dense, expert = arrange(parallel, world_size, is_sharded=True)
+        dense, expert = arrange(parallel, world_size)
     except TopologyError:
         return
 
@@ -137,9 +137,9 @@ def test_a_rank_has_one_stage_in_both_grids(world_size: int, tp: int, cp: int, p
 def test_pp_before_dp_needs_no_expert_grid_without_experts() -> None:
     parallel = ParallelConfig(use_tp_pp_dp_mapping=True, pipeline_model_parallel_size=2, context_parallel_size=2)
     with pytest.raises(TopologyError, match="drop --use-tp-pp-dp-mapping"):
-        arrange(parallel, 8, is_sharded=True)
+        arrange(parallel, 8)
 
-    dense, _ = arrange(parallel, 8, is_sharded=True, has_experts=False)
+    dense, _ = arrange(parallel, 8, has_experts=False)
 
     assert dense.axes == ("tp", "cp", "pp", "dp") and dense.sizes == (1, 2, 2, 2)
     topology = Topology.of(parallel, 8, has_experts=False)
@@ -166,12 +166,6 @@ def test_instances_must_divide_the_expert_data_parallel_ranks() -> None:
 
     assert "expert_dp = 2" in message
     assert message.endswith("set --num-distributed-optimizer-instances 2")
-
-
-def test_instances_without_sharding_raise() -> None:
-    message = message_of(8, is_sharded=False, num_distributed_optimizer_instances=2)
-
-    assert "has no effect with no_shard" in message
 
 
 def test_zero_ranks_raise() -> None:

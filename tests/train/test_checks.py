@@ -8,7 +8,7 @@ from nanotrain.config.config import Fp8Config, Fp8Format
 from nanotrain.config.load import load
 from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.train import checks
-from nanotrain.train.checks import CHECKS, Start, check, check_prometheus, check_records, require_fp8
+from nanotrain.train.checks import CHECKS, Start, check, check_prometheus, check_settings, require_fp8
 from tests.train.small_run import SIZES
 
 
@@ -56,8 +56,8 @@ def test_what_a_device_cannot_record_is_refused(monkeypatch, flags, kind, messag
     monkeypatch.setattr(checks.device, "pick_device", lambda *_: torch.device(kind))
     start = start_of("--mock-data", *flags)
     with pytest.raises(ConfigError, match=message):
-        check_records(start)
-    check_records(start_of("--mock-data"))
+        check_settings(start)
+    check_settings(start_of("--mock-data"))
 
 
 def precision(recipe: str, name: Fp8Format = "e4m3") -> Fp8Config:

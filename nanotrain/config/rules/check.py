@@ -47,17 +47,19 @@ def collect_errors(
 
 def check_model(config: Config) -> None:
     """Check the model section; raises all broken rules in one ConfigError."""
-    _check_table(config, "model")
+    check_table(config, "model")
 
 
 def check_layout(config: Config) -> None:
     """Check that the parallel layout and recomputation fit the model; raises all broken rules in one ConfigError."""
-    _check_table(config, "layout")
+    check_table(config, "layout")
 
 
-def _check_table(config: Config, group: str) -> None:
+def check_table(config: Config, *groups: str) -> None:
+    """Check groups of contradictions.yaml; raises all broken rules in one ConfigError."""
     errors = ErrorCollector()
-    check_rules(config, contradictions(group), errors=errors)
+    for group in groups:
+        check_rules(config, contradictions(group), errors=errors)
     errors.raise_errors()
 
 

@@ -71,7 +71,7 @@ class Text(Formatter):
 
 @cache
 def contradictions(group: str) -> tuple[Rule, ...]:
-    """The rules of a group of contradictions.yaml: model, run or layout."""
+    """The rules of a group of contradictions.yaml: model, run, layout, start, cpu or cuda."""
     return tuple(Rule(**row) for row in read_table("contradictions")[group])
 
 

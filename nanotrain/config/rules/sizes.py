@@ -217,6 +217,9 @@ SIZES: dict[str, Callable[[Values], Any]] = {
         if v.longest_stage > 1
         else "leave --cpu-offloading out"
     ),
+    "offloading_flags": lambda v: " and ".join(
+        ENTRIES[name].flag for name in ("optimizer_cpu_offload", "cpu_offloading") if v[name]
+    ),
     "bf16_layers": lambda v: v.num_layers_at_start_in_bf16 + v.num_layers_at_end_in_bf16,
     "odd_sizes": odd_sizes,
     "odd_sizes_text": lambda v: ", ".join(f"{name} is {size}" for name, size in v.odd_sizes),

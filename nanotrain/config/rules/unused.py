@@ -56,14 +56,8 @@ def of_table() -> Iterator[Unused]:
     """The rows of unused.yaml."""
     for row in read_table("unused"):
         causes = row["causes"].split() if "causes" in row else re.findall(r"(\w+) is ", row["where"])
-        yield Unused(
-            fields=tuple(row["fields"].split()),
-            where=row["where"],
-            causes=tuple(dict.fromkeys(causes)),
-            why=row["why"],
-            fix=row.get("fix", ""),
-            is_harmless=row.get("harmless", False),
-        )
+        lists = {"fields": tuple(row["fields"].split()), "causes": tuple(dict.fromkeys(causes))}
+        yield Unused(**(row | lists))
 
 
 def of_absent_sections() -> Iterator[Unused]:
