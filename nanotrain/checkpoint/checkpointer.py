@@ -12,6 +12,8 @@
 Chunks are boxes of global tensors and the manifest has no topology, so a run with any layout reads any checkpoint.
 """
 
+import errno
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +25,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from nanotrain.checkpoint import commit, store
-from nanotrain.checkpoint.all_ranks import reduce_on_all, run_on_all, run_on_first
+from nanotrain.checkpoint.all_ranks import reduce_on_all, run_on_all, run_on_first, storage_fault
 from nanotrain.checkpoint.background import (
     BackgroundSave,
     StagingBuffers,
@@ -81,6 +83,7 @@ class Checkpointer:
         self.group = group
         self.keep_last, self.keep_every = keep_last, keep_every
         self.timeout_s = timeout_s
+        self._shard_name = shard_name(group.index, group.size)
         self._staging = StagingBuffers()
         self._in_flight: tuple[int, BackgroundSave] | None = None  # step and thread
         self.num_failed = 0  # saves that failed so far
@@ -250,10 +253,6 @@ class Checkpointer:
         """
         return run_on_first(self.group, lambda: store.newest_complete(self.folder, below=below))
 
-    @property
-    def _shard_name(self) -> str:
-        return shard_name(self.group.index, self.group.size)
-
     def _begin(self, step: int, tensors: Tensors) -> Path:
         """Make the temporary folder of a save and check the free space."""
 
@@ -266,8 +265,9 @@ class Checkpointer:
 
         # The step of the first rank: `merge_shards` finds the rank that saves another one.
         needed, first_step, free = map(int, reduce_on_all(self.group, start, length=3, op="sum"))
-        if needed > free:
-            run_on_first(self.group, lambda: commit.require_space(self.folder, needed))
+        if needed > free:  # the same numbers on all ranks
+            text = f"{os.strerror(errno.ENOSPC)}: a checkpoint needs {needed:,} bytes"
+            raise storage_fault(OSError(errno.ENOSPC, text, str(self.folder)))
         return commit.temporary_folder(self.folder, first_step)
 
     def _commit(self, manifest: Manifest, *, prunes: bool) -> Path:

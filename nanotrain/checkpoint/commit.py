@@ -6,10 +6,8 @@ commit           write the manifest and rename the folder; a rename is the only 
 set_aside_after  rename checkpoints of later steps
 """
 
-import errno
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -58,18 +56,6 @@ def merge_shards(manifest: Manifest, shards: Sequence[Manifest]) -> Manifest:
 def temporary_folder(folder: Path, step: int) -> Path:
     """The folder of a save until it is committed."""
     return step_folder(folder, step).with_suffix(".tmp")
-
-
-def require_space(folder: Path, nbytes: int) -> None:
-    """Check that a file system has space for a checkpoint.
-
-    Raises:
-        OSError: ENOSPC, with the needed bytes.
-    """
-    free = shutil.disk_usage(folder).free
-    if free < nbytes:
-        text = f"{os.strerror(errno.ENOSPC)}: a checkpoint needs {nbytes:,} bytes"
-        raise OSError(errno.ENOSPC, text, str(folder))
 
 
 def start_writing(folder: Path, step: int) -> Path:

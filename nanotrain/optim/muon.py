@@ -71,11 +71,6 @@ def scale_of(shape: Shape, config: OptimConfig) -> float:
     return config.muon_extra_scale_factor * SCALES[config.muon_scale_mode](*shape)
 
 
-def dtype_of(config: OptimConfig) -> torch.dtype:
-    """The dtype of `newton_schulz`."""
-    return torch.bfloat16 if config.muon_fp32_matmul_prec == "medium" else torch.float32
-
-
 MUON = UpdateRule(  # parameters that are no hidden matrices have the scalar rule
     state_names=lambda config: SCALAR_RULES[config.muon_scalar_optimizer].state_names(config),
     update=lambda ranges, step: SCALAR_RULES[step.config.muon_scalar_optimizer].update(ranges, step),
@@ -86,6 +81,6 @@ MUON = UpdateRule(  # parameters that are no hidden matrices have the scalar rul
         transform=newton_schulz,
         scale=scale_of,
         flops=newton_schulz_flops,
-        dtype=dtype_of,
+        dtype=lambda config: torch.bfloat16 if config.muon_fp32_matmul_prec == "medium" else torch.float32,
     ),
 )

@@ -13,7 +13,7 @@ import gc
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from nanotrain.comm.work import CommunicationFault
 from nanotrain.errors import CorruptState, NanotrainError
 from nanotrain.log import get_logger
 from nanotrain.runs.files import FolderVanished
+from nanotrain.system import without_collection
 from nanotrain.train.batches import GlobalBatch, raise_on_all
 from nanotrain.train.hooks.hook import Hook, SkippedSteps
 from nanotrain.train.resume.rollback import count_loss, leave_spike
@@ -240,12 +241,7 @@ def _finish_step(hook: Hook, run: Run, *, report: StepReport, ready: Sequence[St
 @contextmanager
 def manual_gc(interval: int) -> Iterator[None]:
     """Disable automatic garbage collection; `fit` collects on all ranks at the same step, so none waits alone."""
-    if not interval:
+    if interval:
+        gc.collect()
+    with without_collection() if interval else nullcontext():
         yield
-        return
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
