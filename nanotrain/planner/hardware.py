@@ -1,0 +1,105 @@
+"""GPUs and the links between them: rows of data/gpus.yaml.
+
+GPU.node    inside an NVLink domain (NVLink, Infinity Fabric, PCIe)
+   .rail    between the GPUs of the same index of nodes that share leaf switches
+   .spine   between all others
+
+Bandwidths are per GPU and direction. Sizes are bytes, times are seconds.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nanotrain.config.suggest import nearest_choice
+from nanotrain.errors import ConfigError
+
+DATA = Path(__file__).parent / "data"
+
+
+@dataclass(frozen=True)
+class Link:
+    """One level of the interconnect."""
+
+    bandwidth: float  # bytes/s per GPU and direction
+    latency: float  # seconds of one step of a collective
+
+
+@dataclass(frozen=True, eq=False)
+class GPU:
+    """A GPU model in its usual server."""
+
+    name: str
+    memory_bytes: int  # that a process can use
+    peak_flops: Mapping[str, float]  # dense FLOP/s by dtype, from the data sheet
+    reachable: Mapping[str, float]  # share of the peak that the largest products reach for long
+    memory_bandwidth: float  # bytes/s, from the data sheet
+    memory_efficiency: float  # share of it that operators without reuse reach
+    gpus_per_node: int  # of an NVLink domain
+    nodes_per_rail: int  # nodes whose GPUs of equal index share leaf switches
+    node: Link
+    rail: Link
+    spine: Link
+    network_efficiency: float  # share of the network's bandwidth that collectives reach
+    kernels: str  # GPU whose measured kernels shape the efficiencies
+    collectives: str  # GPU whose measured collectives shape those inside a node
+    is_mesh: bool  # GPUs of a node are linked pairwise, not by a switch
+
+    def peak(self, dtype: str) -> float:
+        """Dense FLOP/s of a dtype.
+
+        Raises:
+            ConfigError: a dtype that the GPU has no matrix unit for.
+        """
+        if dtype not in self.peak_flops:
+            near = "fp8" if "fp8" in self.peak_flops else "bf16" if "bf16" in self.peak_flops else "fp16"
+            raise ConfigError(
+                f"{self.name} has no {dtype} products",
+                why=f"its matrix units compute in {', '.join(self.peak_flops)}",
+                fix=f"use {near}",
+            )
+        return self.peak_flops[dtype]
+
+
+@cache
+def gpus() -> dict[str, GPU]:
+    """All rows by name."""
+    table = yaml.load((DATA / "gpus.yaml").read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return {name: _gpu(name, **table["defaults"] | row) for name, row in table["gpus"].items()}
+
+
+def _gpu(name: str, **row: Any) -> GPU:
+    row = {"kernels": name} | row
+    row = {"collectives": row["kernels"]} | row
+    row |= {level: Link(*map(float, row[level])) for level in ("node", "rail", "spine")}
+    peaks = {dtype: float(tflops) * 1e12 for dtype, tflops in row.pop("peak_tflops").items()}
+    peaks |= {"fp8_block": peaks["fp8"]} if "fp8" in peaks else {}
+    shares = {"fp8_block": row["reachable"].get("fp8")} | row["reachable"]
+    reachable = {dtype: shares.get(dtype) or shares["bf16"] for dtype in peaks}
+    del row["source"]
+    return GPU(**row | {"name": name, "peak_flops": peaks, "reachable": reachable})
+
+
+def gpu_of(name: str) -> GPU:
+    """The GPU of a name as people and tools write it.
+
+    >>> [gpu_of(name).name for name in ("H100", "NVIDIA H100 80GB HBM3", "A100 40 GB", "GB200 NVL72")]
+    ['h100', 'h100', 'a100-40gb', 'gb200']
+
+    Raises:
+        ConfigError: an unknown name, with the nearest known one.
+    """
+    words = re.findall(r"[a-z]*\d+[a-z]*|[a-z]+", name.lower())
+    rows = [row for row in gpus() if row.split("-")[0] in words]
+    if not rows:
+        models = dict.fromkeys(row.split("-")[0] for row in gpus())
+        close = next((near for word in words if (near := nearest_choice(word, models))), None)
+        fix = f"did you mean {close}?" if close else "name the nearest of them"
+        raise ConfigError(f"unknown GPU {name}", why=f"the planner has {', '.join(gpus())}", fix=fix)
+    variants = [row for row in rows if {variant := row.partition("-")[2], variant.removesuffix("gb")} & {*words}]
+    return gpus()[(variants or rows)[0]]

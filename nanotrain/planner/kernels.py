@@ -1,0 +1,161 @@
+"""Times of one operator on one GPU, from measured kernels.
+
+A roofline at the reachable peak, times a factor of the shape: an interpolated surface of data/kernels.json, which
+scripts/kernel_tables.py fits to public measurements. A GPU without measurements takes the surface of its nearest one.
+
+matmul_s          one product or a batch of them, as linear layers run it
+grouped_matmul_s  one product per expert in one launch
+attention_s       scaled dot-product attention, forward or backward
+memory_s          an operator that only reads and writes
+"""
+
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from math import exp, log
+from typing import Any, NamedTuple
+
+from nanotrain.planner.hardware import DATA, GPU, gpus
+
+LAUNCH_S = 2e-6  # from the start of a kernel to its first work, and from the last to its end
+BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp8_block": 1, "mxfp8": 1, "nvfp4": 0.5}
+# surfaces that stand in for a dtype, the best first
+SURFACES = {
+    "fp8": ("fp8", "bf16"),
+    "fp8_block": ("fp8_block", "fp8", "bf16"),
+    "mxfp8": ("fp8", "bf16"),
+    "nvfp4": ("nvfp4", "fp8", "bf16"),
+}
+# Products of weight gradients that add to an fp32 buffer take this much longer than the same product into bf16: SimuMax
+# 4dcaae5 configs/system, 144 shapes on a B200 (1.07) and 61 on an A100 (1.05). Those of input gradients take 1.00.
+ACCUMULATE_FACTOR = 1.06
+# Backward of attention: five products against two, at a lower share of the peak: SimuMax 4dcaae5 configs/system (0.83
+# on B200, 0.85 on A100); FlashAttention-3 (arXiv 2407.08608) Figure 6 (0.85 on H100).
+BACKWARD_FLOPS, BACKWARD_EFFICIENCY = 2.5, 0.85
+
+
+class AttentionShape(NamedTuple):
+    """Sizes of one call of attention."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    value_head_dim: int | None = None  # as head_dim
+    causal: bool = True  # the last query sees all keys
+    window: int | None = None  # keys that a query sees at most, its own included
+
+
+@lru_cache(maxsize=1 << 16)
+def matmul_s(gpu: GPU, shape: tuple[int, int, int], *, dtype: str, num: int = 1, accumulate: bool = False) -> float:
+    """Seconds of products of m x k with k x n matrices.
+
+    Args:
+        gpu: the device.
+        shape: m, n and k; of a weight gradient k are the tokens.
+        dtype: dtype of the inputs.
+        num: products of the batch.
+        accumulate: add to an fp32 output instead of writing bf16.
+    """
+    m, n, k = shape
+    peak, reached = gpu.peak(dtype), gpu.reachable[dtype]
+    work = matmul_work(shape, dtype=dtype, num=num, accumulate=accumulate)
+    axes, surfaces = tables()["grid"], tables()["matmul"][gpu.kernels]
+    surface = surfaces[next(name for name in SURFACES.get(dtype, ("bf16",)) if name in surfaces)]
+    factor = interpolate(surface["values"], (axes["m"], axes["n"], axes["n"]), point=(m, n * num, k))
+    factor *= ACCUMULATE_FACTOR if accumulate else 1.0
+    return max(factor * roofline_s(gpu, work, flops_per_s=peak * reached), work[0] / peak)
+
+
+def grouped_matmul_s(
+    gpu: GPU, shape: tuple[int, int, int], *, num_experts: int, dtype: str, accumulate: bool = False
+) -> float:
+    """Seconds of one product per expert, in one launch.
+
+    Args:
+        gpu: the device.
+        shape: tokens of all experts, n and k; of a weight gradient the tokens are those summed over.
+        num_experts: experts of the rank.
+        dtype: dtype of the inputs.
+        accumulate: compute weight gradients, which add to an fp32 output.
+    """
+    tokens, n, k = shape
+    each = max(tokens // num_experts, 1)
+    product = (n, k, each) if accumulate else (each, n, k)
+    return matmul_s(gpu, product, dtype=dtype, num=num_experts, accumulate=accumulate)
+
+
+@lru_cache(maxsize=1 << 14)
+def attention_s(gpu: GPU, shape: AttentionShape, *, dtype: str = "bf16", backward: bool = False) -> float:
+    """Seconds of attention, without projections."""
+    work = attention_work(shape)
+    axes, surfaces = tables()["grid"], tables()["attention"][gpu.kernels]
+    surface = surfaces[min(surfaces, key=lambda size: abs(int(size) - shape.head_dim))]
+    factor = interpolate(
+        surface["values"], (axes["queries"], axes["heads"]), point=(shape.queries, shape.batch * shape.heads)
+    )
+    share, peak = surface["flops_per_s"] / gpus()[gpu.kernels].peak("bf16"), gpu.peak(dtype)
+    seconds = factor * roofline_s(gpu, work, flops_per_s=peak * share)
+    more = BACKWARD_FLOPS if backward else 1.0
+    return more * max(seconds / (BACKWARD_EFFICIENCY if backward else 1.0), work[0] / peak)
+
+
+def memory_s(gpu: GPU, num_bytes: float) -> float:
+    """Seconds of an operator that reads and writes so many bytes of the device's memory."""
+    return LAUNCH_S + num_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency)
+
+
+def matmul_work(shape: Sequence[int], *, dtype: str, num: int = 1, accumulate: bool = False) -> tuple[float, float]:
+    """FLOPs and bytes of a product."""
+    m, n, k = shape
+    return num * 2.0 * m * n * k, num * (BYTES[dtype] * k * (m + n) + (8 if accumulate else 2) * m * n)
+
+
+def attention_work(shape: AttentionShape) -> tuple[float, float]:
+    """FLOPs and bytes of the forward pass."""
+    keys = min(shape.window or shape.keys, shape.keys)
+    pairs = float(shape.queries * keys)
+    if shape.causal:
+        unseen = max(keys - max(shape.keys - shape.queries, 0), 0)  # keys that the first query does not see, and one
+        pairs -= unseen * (unseen - 1) / 2
+    width = shape.head_dim + (shape.value_head_dim or shape.head_dim)
+    num_bytes = 2.0 * shape.batch * width * (shape.heads * shape.queries + shape.kv_heads * shape.keys)
+    return 2.0 * shape.batch * shape.heads * pairs * width, num_bytes
+
+
+def roofline_s(gpu: GPU, work: tuple[float, float], *, flops_per_s: float) -> float:
+    """Least seconds of a kernel of so many FLOPs and bytes, with its launch."""
+    flops, num_bytes = work
+    return LAUNCH_S + max(flops / flops_per_s, num_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency))
+
+
+def interpolate(values: Sequence[float], axes: Sequence[Sequence[float]], *, point: Sequence[float]) -> float:
+    """The factor at a point of a surface of logarithms in hundredths, multilinear in the logarithms of the sizes.
+
+    >>> interpolate([0, 100 * log(2), 0, 100 * log(2)], [[0.0, 1.0], [log(16), log(64)]], point=[1, 32])
+    1.4142135623730951
+
+    Args:
+        values: values at the grid's points, the last axis fastest.
+        axes: logarithms of the grid's sizes; beyond them the nearest counts.
+        point: a size per axis.
+    """
+    corners = [(0, 0.01)]
+    for nodes, size in zip(axes, point, strict=True):
+        place = min(max(log(size), nodes[0]), nodes[-1])
+        low = min(bisect_right(nodes, place) - 1, len(nodes) - 2)
+        share = (place - nodes[low]) / (nodes[low + 1] - nodes[low])
+        steps = ((low, 1.0 - share), (low + 1, share))
+        corners = [(at * len(nodes) + step, weight * part) for at, weight in corners for step, part in steps]
+    return exp(sum(values[at] * weight for at, weight in corners))
+
+
+@cache
+def tables() -> dict[str, Any]:
+    """The tables of measured kernels, with the logarithms of the grid."""
+    content: dict[str, Any] = json.loads((DATA / "kernels.json").read_bytes())
+    content["grid"] = {name: [log(size) for size in sizes] for name, sizes in content["grid"].items()}
+    return content

@@ -1,0 +1,70 @@
+"""Times of collectives: by size of the group, its place and the bandwidth of the links."""
+
+from dataclasses import replace
+
+import pytest
+
+from nanotrain.planner.collectives import Placement, collective_s, placement
+from nanotrain.planner.hardware import Link, gpu_of, gpus
+
+OPERATIONS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
+MIB = 2**20
+
+
+def test_a_group_of_one_sends_nothing() -> None:
+    assert collective_s(gpu_of("h100"), "all_reduce", num_bytes=MIB, ranks=[3]) == 0
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("name", sorted(gpus()))
+def test_more_bytes_take_longer(operation: str, name: str) -> None:
+    for ranks in (range(2), range(0, 16, 8), range(256)):
+        members, gpu = (ranks[:2] if operation == "p2p" else ranks), gpu_of(name)
+        sizes = [MIB << power for power in range(0, 14, 2)]
+        times = [collective_s(gpu, operation, num_bytes=size, ranks=members) for size in sizes]
+        assert times == sorted(times)
+        assert times[0] > 0
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(("level", "ranks"), [("node", range(2)), ("rail", range(0, 16, 8)), ("spine", [0, 9])])
+def test_a_faster_link_is_faster(operation: str, level: str, ranks: range) -> None:
+    gpu = gpu_of("h100")
+    link = getattr(gpu, level)
+    faster = replace(gpu, **{level: Link(2 * link.bandwidth, link.latency)})
+    times = [collective_s(one, operation, num_bytes=64 * MIB, ranks=ranks) for one in (gpu, faster)]
+    assert times[1] < 0.7 * times[0]
+
+
+def test_places_of_groups() -> None:
+    h100 = gpu_of("h100")
+    assert placement(h100, range(8)) == Placement(8, 1, 8, False)
+    assert placement(h100, range(3, 64, 8)) == Placement(8, 8, 1, True)
+    assert placement(h100, range(0, 512, 8)) == Placement(64, 64, 1, False)  # two scalable units
+    assert placement(h100, [0, 1, 8, 9]) == Placement(4, 2, 2, False)
+    assert placement(gpu_of("gb200"), range(64)).num_nodes == 1
+
+
+def test_measured_bandwidth_inside_a_node_is_met() -> None:
+    """nccl-tests of 8 H100, aiconfigurator 095f58a5: an all-reduce of 512 MiB at 430 GB/s of bus bandwidth."""
+    seconds = collective_s(gpu_of("h100"), "all_reduce", num_bytes=512 * MIB, ranks=range(8))
+    assert 2 * 7 / 8 * 512 * MIB / seconds == pytest.approx(470e9, rel=0.1)
+
+
+def test_measured_bandwidth_across_nodes_is_met() -> None:
+    """32 B200 on 4 nodes with 400 Gb/s of EFA each, stas00/ml-engineering network/README.md: 377 GB/s."""
+    seconds = collective_s(gpu_of("b200"), "all_reduce", num_bytes=4096 * MIB, ranks=range(32))
+    assert 2 * 31 / 32 * 4096 * MIB / seconds == pytest.approx(377e9, rel=0.15)
+
+
+def test_ranks_of_a_node_share_the_adapters() -> None:
+    gpu, size = gpu_of("h100"), 256 * MIB
+    spread = collective_s(gpu, "all_gather", num_bytes=size, ranks=range(0, 64, 8))
+    packed = collective_s(gpu, "all_gather", num_bytes=size, ranks=[0, 1, 2, 3, 8, 9, 10, 11])
+    assert packed < spread / 3
+
+
+def test_a_mesh_of_two_has_one_link() -> None:
+    gpu, size = gpu_of("mi300x"), 512 * MIB
+    two, eight = (collective_s(gpu, "all_gather", num_bytes=size, ranks=range(n)) for n in (2, 8))
+    assert two > 2 * eight
