@@ -9,7 +9,7 @@
     replaced   fp32 on the CPU; no clipping, warmup or decay, so that a wrong gradient affects only its own parameter
                and every step updates; Adam's epsilon above the rounding of a gradient; initial weights scaled to the
                small width; random tokens
-    left out   what `LEFT_OUT` lists, with the reasons; a report names those that are set
+    left out   what left_out.yaml lists, with the reasons; a report names those that are set
 
 Every rule is a pure function of the configuration, so a report can be reproduced.
 """
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import lcm
+from pathlib import Path
 from typing import Any
 
 from nanotrain.config.config import (
@@ -32,6 +33,7 @@ from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig
 from nanotrain.config.notation import read_pipeline_layout, write_pipeline_layout
 from nanotrain.config.parallel import MemoryConfig, ParallelConfig
 from nanotrain.config.schema import KEYS, flat_values
+from nanotrain.config.tables import read_table
 from nanotrain.quantities import round_up
 
 VOCAB_SIZE = 203  # not a multiple of 128, so the vocabulary is padded
@@ -42,26 +44,10 @@ LEARNING_RATE = 1e-3
 # full learning rate in either direction, which changed the next loss by 1e-5 (observed). This epsilon reduces it to 1%.
 MIN_ADAM_EPS = 1e-5
 MAX_ATTENTION_LOGIT = 1.0  # of QK-clip, so that it acts: initial logits have a standard deviation of about 1
-SCHEDULE_FIELDS = (
-    *("min_lr", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_init", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
-    *("lr_wsd_decay_style", "lr_decay_samples", "lr_warmup_samples", "lr_warmup_fraction", "decoupled_min_lr"),
-)
-# Fields that the small run leaves out, by reason. Other fields of checkpoint and train do not affect a step.
-LEFT_OUT: dict[str, tuple[str, ...]] = {
-    "constant learning rate without clipping, so that a wrong gradient affects only its own weight": (
-        *(f"optim.{name}" for name in ("lr_decay_style", *SCHEDULE_FIELDS, "clip_grad")),
-    ),
-    "all numbers are fp32, as roundings differ between layouts": (
-        *(key for key in KEYS if key.startswith("precision.")),
-        "optim.muon_fp32_matmul_prec",
-    ),
-    "ranks are processes on CPUs": (
-        *("optim.optimizer_cpu_offload", "optim.optimizer_offload_fraction"),
-        *("memory.cpu_offloading", "memory.cpu_offloading_num_layers"),
-        *("train.torch_compile", "train.attention_backend"),
-    ),
-    "losses do not depend on the ranks": ("model.moe.divide_global_aux_loss_by_dp",),
-    "samples are random tokens": ("data.stages", "data.shuffle", "data.train_data_path"),
+# fields that the small run leaves out, by reason
+LEFT_OUT: dict[str, list[str]] = {
+    reason: [key for name in names for key in KEYS if key == name or key.startswith(f"{name}.")]
+    for reason, names in read_table("left_out", folder=Path(__file__).parent).items()
 }
 
 
@@ -137,8 +123,8 @@ def shrink_memory(memory: MemoryConfig, parallel: ParallelConfig, *, num_layers:
 
 def shrink_optim(optim: OptimConfig) -> OptimConfig:
     """The update rule with a constant learning rate, without clipping, and in fp32."""
-    reset = (*SCHEDULE_FIELDS, "optimizer_cpu_offload", "optimizer_offload_fraction")
-    fields = {name: getattr(OptimConfig(), name) for name in reset}
+    left_out = [key.removeprefix("optim.") for keys in LEFT_OUT.values() for key in keys if key.startswith("optim.")]
+    fields = {name: getattr(OptimConfig(), name) for name in left_out}
     fields |= {"lr": LEARNING_RATE, "lr_decay_style": "constant", "clip_grad": 0.0}
     if optim.decoupled_lr is not None:
         fields["decoupled_lr"] = LEARNING_RATE * optim.decoupled_lr / optim.lr
