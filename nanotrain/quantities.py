@@ -1,11 +1,14 @@
-"""Numbers of bytes and counts as short texts, the same in every output.
+"""Numbers of bytes and counts as short texts, and tables of text, the same in every output.
 
 describe_bytes    4,200,000 -> "4.2 MB"
 describe_count    1,840,000 -> "1.84 M"
 count_of          2, "rank" -> "2 ranks"; also with a verb
 step_name         100 -> "step-00000100", the folder of a checkpoint
 round_up          5, 4 -> 8, the next multiple
+table_lines       rows of cells -> lines of aligned columns
 """
+
+from collections.abc import Collection, Sequence
 
 VERBS = {"is": "are", "has": "have", "was": "were", "does": "do"}  # for one, for several
 UNITS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
@@ -66,3 +69,16 @@ def round_up(number: int, unit: int) -> int:
     8
     """
     return -(-number // unit) * unit
+
+
+def table_lines(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
+    """Rows as lines of aligned columns; those in `right` are right-aligned.
+
+    >>> table_lines([("step", "loss"), ("10", "1")], right=[1])
+    ['step  loss', '10       1']
+    """
+    columns = []
+    for index, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        columns.append([cell.rjust(width) if index in right else cell.ljust(width) for cell in column])
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]

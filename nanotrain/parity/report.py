@@ -11,7 +11,7 @@ from nanotrain.config.model import ModelConfig
 from nanotrain.config.parallel import ParallelConfig
 from nanotrain.config.references import as_written
 from nanotrain.config.schema import flat_values, to_dict
-from nanotrain.quantities import count_of
+from nanotrain.quantities import count_of, table_lines
 
 # Tolerances of gradients and weights, as multiples of that of losses. An element of a gradient is one sum with
 # cancellation, a loss the mean of many: measured 7e-6 of a gradient, 1e-7 of a loss. Adam divides a gradient by its own
@@ -132,7 +132,7 @@ class ParityReport:
                 f"batch    {train.global_batch_size} samples of {data.seq_length} tokens, by {train.micro_batch_size}"
                 + _schedules(self.config),
                 *(f"left out {line}" for line in self.left_out),
-                *("", *_table(steps, right=range(7)), ""),
+                *("", *table_lines(steps, right=range(7)), ""),
                 *_tensor_table("gradient of the first step", self.parameters, wrong=self.wrong_gradients),
                 *("", *_tensor_table("weights and buffers after the last step", state, wrong=self.wrong_state), ""),
                 f"replicas bit-equal  {replicas}",
@@ -191,13 +191,4 @@ def _tensor_table(title: str, tensors: Sequence[TensorDifference], *, wrong: Seq
         shape = "x".join(map(str, row.shape))
         mark = "<-" if row in wrong else ""
         rows.append((row.name, shape, row.sharding, f"{row.absolute:.1e}", f"{row.relative:.1e}", mark))
-    return _table(rows, right=(3, 4))
-
-
-def _table(rows: Sequence[tuple[str, ...]], *, right: Sequence[int]) -> list[str]:
-    """Rows as lines of aligned columns; those in `right` are right-aligned."""
-    columns = []
-    for index, column in enumerate(zip(*rows, strict=True)):
-        width = max(map(len, column))
-        columns.append([cell.rjust(width) if index in right else cell.ljust(width) for cell in column])
-    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+    return table_lines(rows, right=(3, 4))

@@ -14,6 +14,7 @@ from operator import attrgetter
 
 from nanotrain.comm.flight_recorder import RecordedCollective
 from nanotrain.comm.heartbeat import Beat
+from nanotrain.quantities import table_lines
 from nanotrain.topology.groups import GroupName, Ranks
 from nanotrain.topology.topology import Topology
 
@@ -134,15 +135,13 @@ def report_text(
     """
     order = [*diagnosis.ranks, *(rank for rank in sorted(views) if rank not in diagnosis.ranks)]
     rows = [COLUMNS, *(_row(views[rank], topology) for rank in order[:MAX_ROWS])]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     more = [f"... and {len(order) - MAX_ROWS} more ranks"] if len(order) > MAX_ROWS else []
     sections = {
         "Where the ranks of a group differ:": diagnosis.details,
         "In torch's flight recorders, numbered per process group:": recorded,
     }
     texts = [line for head, lines in sections.items() if lines for line in ("", head, *(f"  {each}" for each in lines))]
-    return "\n".join([*title, "", diagnosis.headline, *texts, "", *table, *more, ""])
+    return "\n".join([*title, "", diagnosis.headline, *texts, "", *table_lines(rows), *more, ""])
 
 
 def _members(topology: Topology, group: str, *, rank: int) -> Ranks:
