@@ -245,49 +245,32 @@ class _Rows:
     def __init__(self, path: Path) -> None:
         columns: dict[str, array[float]] = {}
         stages: list[str] = []
-        self._count = 0
-        self._loads: dict[str, array[float]] = {}
-        for row in read_rows(path):
-            if not _is_step(row.get("step")):
-                continue
+        loads: list[np.ndarray] = []
+        routers: list[str] = []
+        for count, row in enumerate(row for row in read_rows(path) if _is_step(row.get("step"))):
             values = {_label(name): value for name, value in unnest(row).items() if _is_number(value)}
             for name in values if len(columns) < MAX_COLUMNS else ():
-                columns.setdefault(name, array("d", [math.nan]) * self._count)
+                columns.setdefault(name, array("d", [math.nan]) * count)
             for name, column in columns.items():
                 column.append(values.get(name, math.nan))
             stage = row.get("data_stage")
             stages.append(sys.intern(plain_text(stage[:MAX_NAME])) if isinstance(stage, str) else "")
-            self._add_load(row.get("moe"))
-            self._count += 1
-            if self._count * len(columns) > MAX_VALUES:
+            # none, or not of numbers
+            with np.errstate(over="ignore"), suppress(KeyError, TypeError, AttributeError, ValueError, OverflowError):
+                routers, load = list(row["moe"]["load"]), list(row["moe"]["load"].values())
+                loads.append(np.array(load, dtype=np.float32))
+            if (count + 1) * len(columns) > MAX_VALUES:
                 break
         steps = np.array(columns.get("step", ()))
         _, last = np.unique(steps[::-1], return_index=True)
         kept = len(steps) - 1 - last  # the last row of each step, in order of steps
         self.columns = {name: np.array(column)[kept] for name, column in columns.items()}
-        self.load = self._kept_loads(kept)
         self.stages = [(stages[row], int(steps[row])) for row in kept if stages[row]]
-
-    def _add_load(self, moe: Any) -> None:
-        load = moe.get("load", {}) if isinstance(moe, dict) else {}
-        if self._count == 0 and isinstance(load, dict):
-            self._loads = {name: array("f") for name in load}
-        try:
-            if load.keys() != self._loads.keys() or sum(map(len, self._loads.values())) > MAX_VALUES:
-                self._loads = {}
-            for name, values in self._loads.items():
-                values.extend(load[name])
-        except (AttributeError, TypeError, OverflowError):  # not of numbers
-            self._loads = {}
-
-    def _kept_loads(self, kept: np.ndarray) -> dict[str, np.ndarray]:
-        """Tokens per expert; empty where rows have no or odd ones."""
-        lengths = {len(values) for values in self._loads.values()}
-        if len(lengths) != 1 or not min(lengths) or min(lengths) % self._count:
-            return {}
-        loads = {_label(name): np.array(values).reshape(self._count, -1)[kept] for name, values in self._loads.items()}
-        is_sound = all(np.isfinite(values).all() and values.min() >= 0 for values in loads.values())
-        return loads if is_sound else {}
+        self.load: dict[str, np.ndarray] = {}
+        if 0 < len(loads) == len(steps) and len({load.shape for load in loads}) == 1 and loads[0].ndim == 2:
+            by_router = np.stack(loads, axis=1)[:, kept]
+            if by_router.size and by_router.min() >= 0 and np.isfinite(by_router).all():
+                self.load = dict(zip(map(_label, routers), by_router, strict=True))
 
 
 def _stages(stages: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int, int]]:

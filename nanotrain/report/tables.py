@@ -94,18 +94,15 @@ def config_differences(runs: Sequence[RunHistory]) -> dict[str, list[str]]:
 def config_table(runs: Sequence[RunHistory]) -> str:
     """Every setting, its value per run and where the value comes from; settings that differ are highlighted."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
-    origins = [_origins(run) for run in runs]
     differing = frozenset(config_differences(runs))
-    header, rows = ["setting"], []
+    header, rows = ["setting"], {key: [key] for key in keys}
     for run in runs:
         header += [run.name, "set by"]
-    for key in keys:
-        row = [key]
-        for run, origin in zip(runs, origins, strict=True):
-            row += [_text(run.config.get(key)), origin.get(key, "")]
-        rows.append(row)
-    rows.sort(key=lambda row: (row[0] not in differing, all(origin in ("", "default") for origin in row[2::2])))
-    return html_table(header, rows, marked=differing)
+        for key, row in rows.items():
+            row += [_text(run.config.get(key)), run.environment.get("origins", {}).get(key, "")]
+
+    ordered = sorted(rows.values(), key=lambda row: (row[0] not in differing, {*row[2::2]} <= {"", "default"}))
+    return html_table(header, ordered, marked=differing)
 
 
 def checkpoint_table(run: RunHistory) -> str:
@@ -151,11 +148,6 @@ def _flat_environment(environment: dict[str, Any]) -> dict[str, str]:
     if isinstance(command := flat.get("command"), list):
         flat["command"] = " ".join(map(str, command))
     return {name: _text(value) for name, value in flat.items()}
-
-
-def _origins(run: RunHistory) -> dict[str, str]:
-    origins = run.environment.get("origins")
-    return origins if isinstance(origins, dict) else {}
 
 
 def _text(value: Any) -> str:
