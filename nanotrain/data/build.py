@@ -86,8 +86,6 @@ def build_data(
         ]
         if name in required:
             _check_samples(name, datasets, proportions=data.split)
-            for dataset in datasets:
-                dataset[0]  # reads one window: most vocabulary mistakes show in it
         is_staged = data.stages and name == "train"
         built[name] = _stage(datasets, data) if is_staged else _blend(datasets, prefixes)
     valid_sets: dict[str, SampleDataset] = {}
@@ -95,7 +93,6 @@ def build_data(
         corpus = IndexedTokens(entry.prefix)
         dataset = GPTDataset(corpus, 0, corpus.num_tokens, data, vocab_size=vocab_size, seed=seed)
         _check_samples("valid", [dataset], proportions=data.split)
-        dataset[0]  # as above
         valid_sets[name] = dataset
     return DatasetSplits(**built, valid_sets=valid_sets)
 
@@ -159,6 +156,7 @@ def _check_samples(name: str, datasets: Sequence[GPTDataset], *, proportions: st
     for dataset in datasets:
         if dataset.samples_per_epoch == 0:
             raise _too_few_tokens(name, dataset, proportions=proportions)
+        dataset[0]  # reads one window: most vocabulary mistakes show in it
 
 
 def _too_few_tokens(name: str, dataset: GPTDataset, *, proportions: str) -> DataError:

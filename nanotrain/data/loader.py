@@ -13,7 +13,7 @@ signal reaches the whole process group, but only the trainer may handle it.
 
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -72,7 +72,7 @@ class _BatchReader(Dataset[Any]):
         return sample if index >= 0 else replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
 
 
-class GlobalBatchLoader:
+class GlobalBatchLoader(AbstractContextManager["GlobalBatchLoader"]):
     """An endless iterator over global batches, each a list of this rank's microbatches.
 
     Args:
@@ -153,9 +153,6 @@ class GlobalBatchLoader:
         shutdown = getattr(microbatches, "_shutdown_workers", None)
         if shutdown is not None:
             shutdown()
-
-    def __enter__(self) -> "GlobalBatchLoader":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -47,7 +47,7 @@ def prepare_corpus(options: PrepareOptions) -> None:
         EnvironmentFault: a folder that cannot be written, or a process that was killed.
     """
     prefix = options.output
-    chunks = None
+    chunks: tuple[InputChunk, ...] = ()  # a stream is not split before
     if not options.streaming:
         chunks = plan_chunks(options.input, subset=options.subset, split=options.split_name)
     tokenizer = load_tokenizer(options.tokenizer) if options.bpe_vocab_size is None else None
@@ -67,38 +67,31 @@ def prepare_corpus(options: PrepareOptions) -> None:
 
 
 def _prepare(
-    options: PrepareOptions,
-    plan: dict[str, Any],
-    *,
-    chunks: tuple[InputChunk, ...] | None,
-    tokenizer: Tokenizer | None,
+    options: PrepareOptions, plan: dict[str, Any], *, chunks: tuple[InputChunk, ...], tokenizer: Tokenizer | None
 ) -> None:
     """Prepare the corpus of a plan; this process alone does."""
     prefix = options.output
     open_parts(options.parts, plan)
     tokenizer = tokenizer or _trained_tokenizer(options, chunks)
     job = _plan_job(options, tokenizer)
-    planned = chunks or ()
-    workers = min(options.workers, len(planned) or options.workers)
-    num_parts = _write_missing(job, planned or _stream(options), planned=planned, workers=workers)
+    workers = min(options.workers, len(chunks) or options.workers)
+    num_parts = _write_missing(job, chunks or _stream(options), planned=chunks, workers=workers)
     needed = sum(file.stat().st_size for file in options.parts.iterdir() if file.suffix in (".bin", ".idx"))
     with disk_errors(bin_path(prefix), needed=needed, fix=CURE):
         info = _merge(prefix, job, num_parts=num_parts, tokenizer=tokenizer, plan=_hash(plan))
     print(f"{bin_path(prefix)}: {_summary(info)}")
 
 
-def _plan(
-    options: PrepareOptions, chunks: tuple[InputChunk, ...] | None, *, tokenizer: Tokenizer | None
-) -> dict[str, Any]:
+def _plan(options: PrepareOptions, chunks: tuple[InputChunk, ...], *, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Everything that determines the content of the parts; equal plans give equal bytes.
 
     Its hash is stored with every prepared corpus: with another key every corpus would count as outdated.
     """
-    files = sorted({file for chunk in chunks or () for file in chunk.files})
+    files = sorted({file for chunk in chunks for file in chunk.files})
     return {
         "inputs": options.input,
         "files": [[file, (stat := os.stat(file)).st_size, stat.st_mtime_ns] for file in files],
-        "pieces": _hash([[chunk.kind, chunk.files, chunk.start, chunk.stop] for chunk in chunks or ()]),
+        "pieces": _hash([[chunk.kind, chunk.files, chunk.start, chunk.stop] for chunk in chunks]),
         "tokenizer": options.tokenizer,
         "vocabulary": _hash(tokenizer.backend.to_str()) if isinstance(tokenizer, FastTokenizer) else None,
         "options": [options.subset, options.split_name, options.text_column, options.append_eod, options.dtype],
@@ -141,15 +134,15 @@ def _require_replaceable(options: PrepareOptions) -> None:
         )
 
 
-def _trained_tokenizer(options: PrepareOptions, chunks: tuple[InputChunk, ...] | None) -> Tokenizer:
+def _trained_tokenizer(options: PrepareOptions, chunks: tuple[InputChunk, ...]) -> Tokenizer:
     """The tokenizer that an interrupted run trained, or a new one."""
     folder = options.parts / "tokenizer"
     if (folder / "tokenizer_config.json").is_file():
         return load_tokenizer(str(folder))
     assert options.bpe_vocab_size is not None, "called only to train a tokenizer"
     print(f"training a BPE of {options.bpe_vocab_size} tokens", flush=True)
-    if chunks is not None:  # evenly spaced chunks of about the training size
-        chunks = chunks[:: max(1, -(-sum(chunk.num_bytes for chunk in chunks) // _BPE_TRAINING_BYTES))]
+    # evenly spaced chunks of about the training size
+    chunks = chunks[:: max(1, -(-sum(chunk.num_bytes for chunk in chunks) // _BPE_TRAINING_BYTES))]
     reader = DocumentReader(options.text_column, options.limits)
     texts = chain.from_iterable(map(reader.read, chunks or _stream(options)))
     return train_bpe(_truncate(texts, _BPE_TRAINING_BYTES), options.bpe_vocab_size)

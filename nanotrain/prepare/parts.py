@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -113,18 +113,15 @@ class PartWriter:
 
     def write(self, number: int, chunk: InputChunk) -> None:
         """Tokenize one chunk into its part file."""
-        documents = tokens = 0
         texts, prefix, dtype = self.reader.read(chunk), part_prefix(self.job.folder, number), np.dtype(self.job.dtype)
         with TokenWriter(prefix, dtype) as writer:
             while some := _next_texts(texts):
                 # One text at a time keeps to one thread: the processes are the parallelism.
-                rows = [self.tokenizer.encode(text) + self._eod for text in some]
-                lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-                ids = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(lengths.sum()))
-                documents, tokens = documents + len(some), tokens + len(ids)
-                with disk_errors(bin_path(prefix), needed=tokens * dtype.itemsize, fix=CURE):
-                    writer.add_documents(ids, lengths)
-            needed = tokens * dtype.itemsize + _INDEX_BYTES * documents
+                documents = [self.tokenizer.encode(text) + self._eod for text in some]
+                needed = dtype.itemsize * (writer.num_tokens + sum(map(len, documents)))
+                with disk_errors(bin_path(prefix), needed=needed, fix=CURE):
+                    writer.add_documents(documents)
+            needed = dtype.itemsize * writer.num_tokens + _INDEX_BYTES * writer.num_documents
             with disk_errors(bin_path(prefix), needed=needed, fix=CURE):  # before the space of the part is free again
                 writer.complete()
 

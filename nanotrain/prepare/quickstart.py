@@ -18,7 +18,6 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -40,21 +39,16 @@ NUM_QUESTIONS, NUM_CHOICES, CONTEXT_LINES, CONTEXT_CHARACTERS = 64, 4, 8, 300
 _EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
 
 
-@dataclass(frozen=True)
-class QuickStart:
-    """A prepared quick-start corpus."""
-
-    prefix: Path  # prefix of its `.bin/.idx` pair
-    tokenizer_path: Path  # its tokenizer.json
-
-
-def prepare_quickstart(folder: Path, vocab_size: int, *, cache: Path | None = None) -> QuickStart:
+def prepare_quickstart(folder: Path, vocab_size: int, *, cache: Path | None = None) -> Path:
     """Prepare the corpus in a folder of `folder`, unless it is there; progress is printed on standard error.
 
     Args:
         folder: parent of the corpus folder.
         vocab_size: size of the tokenizer's vocabulary.
         cache: folder in which other runs have left a corpus and this one is left; None for no cache.
+
+    Returns:
+        The prefix of its `.bin/.idx` pair.
 
     Raises:
         DataError: this Python has no library sources.
@@ -78,7 +72,7 @@ def prepare_quickstart(folder: Path, vocab_size: int, *, cache: Path | None = No
                         raise
         finally:
             remove_folder(building)
-    return QuickStart(prefix, tokenizer_path(prefix) / "tokenizer.json")
+    return prefix
 
 
 def task_path(prefix: Path) -> Path:
@@ -137,8 +131,8 @@ def _build(prefix: Path, vocab_size: int) -> None:
     dtype = smallest_dtype(tokenizer.vocab_size)
     with TokenWriter(prefix, dtype) as writer, progress("tokenizing", total=len(texts)) as advance:
         for first in range(0, len(texts), _ENCODE_BATCH):
-            for ids in tokenizer.encode_batch(texts[first : first + _ENCODE_BATCH]):
-                writer.add_document([*ids, tokenizer.eod])
+            encoded = tokenizer.encode_batch(texts[first : first + _ENCODE_BATCH])
+            writer.add_documents([[*ids, tokenizer.eod] for ids in encoded])
             advance(_ENCODE_BATCH)
         saved = tokenizer.save(tokenizer_path(prefix))
         info = CorpusInfo(saved, tokenizer.vocab_size, tokenizer.eod, writer.num_documents, writer.num_tokens)

@@ -6,8 +6,9 @@ disk. An older pair stays until then.
 
 import os
 import secrets
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,7 +20,7 @@ from nanotrain.data.token_format import HEADER, IndexHeader, bin_path, idx_path,
 _COPY_BYTES = 1 << 22
 
 
-class TokenWriter:
+class TokenWriter(AbstractContextManager["TokenWriter"]):
     """Writes the pair `prefix`.bin and .idx, as a context manager; after an exception inside, the older pair is left.
 
     Args:
@@ -35,20 +36,16 @@ class TokenWriter:
         folder, token = scratch or self.prefix.parent, secrets.token_hex(4)
         self._partials = [folder / f".{self.prefix.name}.{suffix}.{token}.partial" for suffix in ("bin", "idx")]
         self._lengths: list[np.ndarray] = []
+        self.num_documents = self.num_tokens = 0  # written so far
         self.sums = BlockSums()  # of the tokens written so far
         self._file = self._partials[0].open("xb")
         self._is_complete = False
 
-    def add_document(self, ids: Iterable[int] | np.ndarray) -> None:
-        """Append one document, end-of-document token included."""
-        tokens = np.asarray(ids)
-        self.add_documents(tokens, np.asarray([len(tokens)]))
-
-    def add_documents(self, ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Append several documents: their concatenated tokens, and the number of tokens of each."""
-        assert int(lengths.sum()) == len(ids), "wrong lengths would shift every later document"
-        self._write(np.ascontiguousarray(ids, dtype=self.dtype).data)
-        self._lengths.append(lengths.astype("<i4"))
+    def add_documents(self, documents: Sequence[Sequence[int]]) -> None:
+        """Append documents as token ids, each with its end-of-document token."""
+        lengths = np.fromiter(map(len, documents), dtype="<i4", count=len(documents))
+        self._write(np.fromiter(chain.from_iterable(documents), dtype=self.dtype, count=lengths.sum()).data)
+        self._add_lengths(lengths)
 
     def append_pair(self, prefix: Path) -> None:
         """Append every sequence of another pair as a document; the pair may be empty."""
@@ -56,7 +53,7 @@ class TokenWriter:
         assert header.dtype == self.dtype, f"{prefix} holds {header.dtype}, not {self.dtype}"
         with idx_path(prefix).open("rb") as index:
             index.seek(HEADER.size)
-            self._lengths.append(np.fromfile(index, dtype="<i4", count=header.num_sequences))
+            self._add_lengths(np.fromfile(index, dtype="<i4", count=header.num_sequences))
         with bin_path(prefix).open("rb") as tokens:
             while some := tokens.read(_COPY_BYTES):
                 self._write(some)
@@ -65,15 +62,10 @@ class TokenWriter:
         self._file.write(data)
         self.sums.add(data)
 
-    @property
-    def num_documents(self) -> int:
-        """Documents written so far."""
-        return sum(map(len, self._lengths))
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens written so far."""
-        return sum(int(lengths.sum(dtype=np.int64)) for lengths in self._lengths)
+    def _add_lengths(self, lengths: np.ndarray) -> None:
+        self._lengths.append(lengths)
+        self.num_documents += len(lengths)
+        self.num_tokens += int(lengths.sum(dtype=np.int64))
 
     def complete(self) -> None:
         """Write the index and sync both files to disk, still under their temporary names; nothing may be added then."""
@@ -83,9 +75,6 @@ class TokenWriter:
                 self._write_index(file)
                 _sync(file)
         self._is_complete = True
-
-    def __enter__(self) -> "TokenWriter":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         tokens, index = self._partials

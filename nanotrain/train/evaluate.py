@@ -114,7 +114,7 @@ def open_corpus(source: str, tokenizer: Tokenizer | None) -> Iterator[IndexedTok
         with TokenWriter(written, np.dtype(np.int32)) as writer:
             for chunk in plan_chunks([source], subset=None, split="train"):
                 for text in reader.read(chunk):
-                    writer.add_document([*tokenizer.encode(text), *end])
+                    writer.add_documents([[*tokenizer.encode(text), *end]])
         yield IndexedTokens(written)
 
 

@@ -35,6 +35,7 @@ from nanotrain.config.rules.check import check_layout, check_model
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import KEYS, config_from_dict, flat_values, value_of, with_values
 from nanotrain.data.build import build_data, first_blend, tokenizer_of, uses_quickstart
+from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.data_path import parse_data_path
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.tasks import Task, read_task
@@ -198,8 +199,8 @@ def _prepare_quickstart(data: DataConfig, folder: RunFolder) -> DataConfig:
     The saved configuration keeps an empty `data_path`: the corpus belongs to the run folder.
     """
     with _file_lock(folder.path / ".preparing"):
-        corpus = prepare_quickstart(folder.data, data.quickstart_vocab_size, cache=user_cache("quickstart"))
-    return replace(data, data_path=[str(corpus.prefix)], tokenizer_model=str(corpus.tokenizer_path))
+        prefix = prepare_quickstart(folder.data, data.quickstart_vocab_size, cache=user_cache("quickstart"))
+    return replace(data, data_path=[str(prefix)], tokenizer_model=recorded_tokenizer(prefix))
 
 
 def _with_vocabulary(config: Config, tokenizer: str | None) -> Config:

@@ -23,7 +23,7 @@ def write_corpus(tmp_path: Path) -> WriteCorpus:
     def write(documents: Sequence[np.ndarray], *, name: str = "corpus", dtype: str = "uint16") -> Path:
         with TokenWriter(tmp_path / name, np.dtype(dtype)) as writer:
             for document in documents:
-                writer.add_document(document)
+                writer.add_documents([document])
         return tmp_path / name
 
     return write

@@ -89,7 +89,7 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_position_and_file(
 @pytest.mark.parametrize("length", [2, 5, 9, 10])
 def test_every_token_but_the_first_is_a_label_once(tmp_path: Path, length: int) -> None:
     with TokenWriter(tmp_path / "tokens", np.dtype(np.int32)) as writer:
-        writer.add_document(range(length))
+        writer.add_documents([range(length)])
     windows = AllWindows(IndexedTokens(tmp_path / "tokens"), 0, length, DataConfig(seq_length=4), vocab_size=50)
     assert windows.samples_per_epoch == {2: 1, 5: 1, 9: 2, 10: 3}[length]
     samples = [windows[index] for index in range(windows.samples_per_epoch + 2)]
@@ -101,7 +101,7 @@ def test_every_token_but_the_first_is_a_label_once(tmp_path: Path, length: int) 
 def test_masks_of_documents_stay(tmp_path: Path) -> None:
     with TokenWriter(tmp_path / "tokens", np.dtype(np.int32)) as writer:
         for document in ([1, 2, 0], [3, 4, 5, 0]):
-            writer.add_document(document)
+            writer.add_documents([document])
     config = DataConfig(seq_length=4, eod_mask_loss=True, reset_attention_mask=True)
     windows = AllWindows(IndexedTokens(tmp_path / "tokens"), 0, 7, config, vocab_size=50)
     first, second = windows[0], windows[1]

@@ -7,7 +7,7 @@ import pytest
 
 from nanotrain.config.config import DataConfig
 from nanotrain.data.build import build_data
-from nanotrain.data.corpus_info import recorded_tokenizer
+from nanotrain.data.corpus_info import recorded_tokenizer, tokenizer_path
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.errors import DataError, EnvironmentFault
@@ -44,15 +44,15 @@ def test_the_running_python_has_sources() -> None:
 @pytest.mark.usefixtures("small_library")
 def test_one_document_a_file_ended_by_eod_and_read_by_the_trainer(tmp_path: Path) -> None:
     made = prepare_quickstart(tmp_path, 300)
-    tokenizer = load_tokenizer(str(made.tokenizer_path))
-    corpus = IndexedTokens(made.prefix)
+    tokenizer = load_tokenizer(str(tokenizer_path(made)))
+    corpus = IndexedTokens(made)
     assert tokenizer.vocab_size == 300
     assert corpus.num_documents == len(TEXTS)
     ids = corpus.read(0, corpus.document_start(1))
     assert ids[-1] == tokenizer.eod
     assert tokenizer.decode(ids[:-1].tolist()) == TEXTS[0]
-    assert load_tokenizer(recorded_tokenizer(made.prefix) or "").vocab_size == 300
-    data = DataConfig(data_path=[str(made.prefix)], split="8,2,0", seq_length=8)
+    assert load_tokenizer(recorded_tokenizer(made) or "").vocab_size == 300
+    data = DataConfig(data_path=[str(made)], split="8,2,0", seq_length=8)
     assert build_data(data, vocab_size=300, seed=1).valid is not None
 
 
@@ -62,7 +62,7 @@ def test_it_is_built_once_and_again_for_another_vocabulary(tmp_path: Path, capsy
     assert "training a BPE" in capsys.readouterr().err
     assert prepare_quickstart(tmp_path, 300) == first
     assert not capsys.readouterr().err
-    assert prepare_quickstart(tmp_path, 310).prefix != first.prefix
+    assert prepare_quickstart(tmp_path, 310) != first
     assert not list(tmp_path.glob(".building-*"))
 
 
@@ -70,7 +70,7 @@ def test_it_is_built_once_and_again_for_another_vocabulary(tmp_path: Path, capsy
 def test_two_that_build_at_once_leave_one_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # given: while this process builds, another one finishes
     build = quickstart._build
-    theirs: list[quickstart.QuickStart] = []
+    theirs: list[Path] = []
 
     def build_late(*args: object, **options: object) -> None:
         monkeypatch.setattr(quickstart, "_build", build)
@@ -82,7 +82,7 @@ def test_two_that_build_at_once_leave_one_corpus(tmp_path: Path, monkeypatch: py
     mine = prepare_quickstart(tmp_path, 300)
     # then
     assert mine == theirs[0]
-    assert np.array_equal(*(IndexedTokens(made.prefix).read(0, 50) for made in (mine, theirs[0])))
+    assert np.array_equal(*(IndexedTokens(made).read(0, 50) for made in (mine, theirs[0])))
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -143,8 +143,10 @@ def test_the_corpus_is_built_once_for_two_runs(
     first, second = (prepare_quickstart(tmp_path / run, 300, cache=tmp_path / "cache") for run in "ab")
     assert capsys.readouterr().err.count("training a BPE") == 1
     for suffix in (".bin", ".idx"):
-        assert first.prefix.with_suffix(suffix).read_bytes() == second.prefix.with_suffix(suffix).read_bytes()
-    assert second.tokenizer_path.read_text() == first.tokenizer_path.read_text()
+        assert first.with_suffix(suffix).read_bytes() == second.with_suffix(suffix).read_bytes()
+    assert (tokenizer_path(second) / "tokenizer.json").read_text() == (
+        tokenizer_path(first) / "tokenizer.json"
+    ).read_text()
     monkeypatch.setattr(quickstart, "_digest_of_library", lambda: "another library")
     prepare_quickstart(tmp_path / "c", 300, cache=tmp_path / "cache")
     assert capsys.readouterr().err.count("training a BPE") == 1

@@ -14,7 +14,7 @@ from nanotrain.prepare.token_writer import TokenWriter
 def _write(prefix: Path, *documents: list[int]) -> Path:
     with TokenWriter(prefix, np.dtype("uint16")) as writer:
         for document in documents:
-            writer.add_document(document)
+            writer.add_documents([document])
     return prefix
 
 
@@ -52,7 +52,7 @@ def test_pairs_are_appended_in_order(tmp_path: Path) -> None:
 
 def test_an_exception_while_writing_leaves_no_pair(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), TokenWriter(tmp_path / "half", np.dtype("uint16")) as writer:
-        writer.add_document([1, 2])
+        writer.add_documents([[1, 2]])
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
 
@@ -63,20 +63,20 @@ def test_an_older_pair_stays_until_the_new_one_is_complete_and_files_of_others_a
     before = {path: path.read_bytes() for path in (prefix.with_suffix(".bin"), prefix.with_suffix(".idx"))}
     (foreign := tmp_path / "corpus.bin.partial").write_text("mine")
     with pytest.raises(RuntimeError), TokenWriter(prefix, np.dtype("uint16"), scratch=scratch) as writer:
-        writer.add_document([4])
+        writer.add_documents([[4]])
         assert [path.parent for path in tmp_path.rglob("*.partial") if path != foreign] == [scratch]
         raise RuntimeError
     assert {path: path.read_bytes() for path in before} == before
     with TokenWriter(prefix, np.dtype("uint16"), scratch=scratch) as writer:
-        writer.add_document([4])
+        writer.add_documents([[4]])
     assert IndexedTokens(prefix).num_tokens == 1
     assert foreign.read_text() == "mine" and not list(scratch.iterdir())
 
 
 def test_two_writers_of_one_pair_do_not_mix(tmp_path: Path) -> None:
     with TokenWriter(tmp_path / "corpus", np.dtype("uint16")) as first:
-        first.add_document([1, 2, 3])
+        first.add_documents([[1, 2, 3]])
         with TokenWriter(tmp_path / "corpus", np.dtype("uint16")) as second:
-            second.add_document([4])
-        first.add_document([5])
+            second.add_documents([[4]])
+        first.add_documents([[5]])
     assert IndexedTokens(tmp_path / "corpus").num_tokens == 4

@@ -39,7 +39,7 @@ def run_stages(folder, *more, stages):
 def test_stages_change_at_their_steps_and_a_stop_in_the_middle_changes_nothing(tmp_path, logged):
     for name, first in (("web", 0), ("math", 50)):
         with TokenWriter(tmp_path / name, np.dtype("uint16")) as writer:
-            writer.add_document(np.arange(first, first + 700) % 250)
+            writer.add_documents([np.arange(first, first + 700) % 250])
     web, math = tmp_path / "web", tmp_path / "math"
     stages = [f"a@0: {web}", f"b@2: 1 {web} 1 {math}", f"c@5: {math}"]
 

@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text(TEXT)
     (folder / "lines.jsonl").write_text(json.dumps({"text": TEXT[:40]}) + "\n" + json.dumps({"text": TEXT[40:]}))
     with TokenWriter(folder / "tokens", np.dtype(np.uint16)) as writer:
-        writer.add_document([*TEXT.encode(), 256])
+        writer.add_documents([[*TEXT.encode(), 256]])
     return folder
 
 

@@ -8,7 +8,6 @@ import shutil
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +16,8 @@ from nanotrain.checkpoint import store
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
 from nanotrain.config.rules.unused import reset_unused
+from nanotrain.data.corpus_info import CorpusInfo, write_info
 from nanotrain.errors import CheckpointError, ConfigError, DataError, EnvironmentFault, ErrorCollector
-from nanotrain.prepare.quickstart import QuickStart
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.train import inputs as inputs_module
 from nanotrain.train.hooks.checkpoint import CheckpointHook
@@ -32,7 +31,7 @@ from tests.train.small_run import QUIET, SEQ_LENGTH, inputs_of, small_run, train
 def write_corpus(prefix, *, num_documents: int = 40, largest_id: int = 255):
     with TokenWriter(prefix, np.dtype("uint16")) as writer:
         for index in range(num_documents):
-            writer.add_document((np.arange(30) * (index + 1)) % (largest_id + 1))
+            writer.add_documents([(np.arange(30) * (index + 1)) % (largest_id + 1)])
     return prefix
 
 
@@ -131,7 +130,8 @@ def test_the_quick_start_corpus_lies_in_the_run_folder_and_the_configuration_sta
 
     def prepare(folder, vocab_size, *, cache):
         calls.append((folder, vocab_size))
-        return QuickStart(write_corpus(tmp_path / "text"), Path("bytes"))
+        write_info(tmp_path / "text", CorpusInfo("bytes"))
+        return write_corpus(tmp_path / "text")
 
     monkeypatch.setattr(inputs_module, "prepare_quickstart", prepare)
     flags = "--vocab-size 256 --seq-length 16 --eval-interval 0"

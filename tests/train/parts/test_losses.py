@@ -95,7 +95,7 @@ def test_names_are_the_ends_of_paths_that_differ(tmp_path) -> None:
     for path in paths:
         path.parent.mkdir(exist_ok=True)
         with TokenWriter(path, np.dtype("uint16")) as writer:
-            writer.add_document(np.arange(200))
+            writer.add_documents([np.arange(200)])
 
     def names(*chosen: Any) -> tuple[str, ...]:
         data = DataConfig(data_path=list(map(str, chosen)), split="1", seq_length=8)
