@@ -31,7 +31,7 @@ GPUS["a100-80gb"] = "a100_sxm"
 # in bf16 all are cuBLAS; in 8 and 4 bits the fastest kernel counts, as cuBLASLt has them all
 MATMUL = {"a100_sxm": ["sglang/0.5.10", "sglang/0.5.9", "trtllm/1.0.0", "vllm/0.14.0"]}
 DEFAULT_MATMUL = ["trtllm/1.3.0rc20", "sglang/0.5.14", "vllm/0.24.0"]
-ATTENTION = {"a100_sxm": "sglang/0.5.10", "h100_sxm": "vllm/0.24.0", "h200_sxm": "vllm/0.24.0"}  # else trtllm/1.3.0rc20
+ATTENTION = {"a100_sxm": "sglang/0.5.10"}  # FlashAttention-2; else vllm/0.24.0: FlashAttention-3, TensorRT-LLM
 NCCL = {"a100_sxm": "2.27.3"}  # else 2.29.2
 DTYPES = {"bfloat16": "bf16", "fp8": "fp8", "fp8_block": "fp8_block", "nvfp4": "nvfp4"}
 LEAST = 128  # rows, columns and depth of the products that are fitted
@@ -141,13 +141,13 @@ def main() -> None:
             large = one[(one.m >= 1024) & (one.m * one.n * one.k > 2**33)].sample(12, random_state=0)
             samples += [[name, DTYPES[dtype], *map(str, row)] for row in large.itertuples(index=False)]
         tables["matmul"][name] = surfaces
-        version = ATTENTION.get(folder, "trtllm/1.3.0rc20")
+        version = ATTENTION.get(folder, "vllm/0.24.0")
         context = pd.read_parquet(systems / folder / "attention" / version / "context_attention_perf.parquet")
         plain = context[
             (context.attn_dtype == "bfloat16") & (context.kv_cache_dtype == "bfloat16") & (context.step == 0)
         ]
         plain = plain[plain.window_size == 0] if "window_size" in plain else plain
-        plain = plain[~plain.kernel_source.str.contains("decode|fa4|triton|flashinfer$")]
+        plain = plain[~plain.kernel_source.str.contains("decode|fa4|triton")]
         tables["attention"][name] = {
             str(size): attention_table(gpu, rows) for size, rows in plain.groupby("head_dim") if size <= 256
         }

@@ -31,8 +31,10 @@ SURFACES = {
 # 4dcaae5 configs/system, 144 shapes on a B200 (1.07) and 61 on an A100 (1.05). Those of input gradients take 1.00.
 ACCUMULATE_FACTOR = 1.06
 # Backward of attention: five products against two, at a lower share of the peak: SimuMax 4dcaae5 configs/system (0.83
-# on B200, 0.85 on A100); FlashAttention-3 (arXiv 2407.08608) Figure 6 (0.85 on H100).
-BACKWARD_FLOPS, BACKWARD_EFFICIENCY = 2.5, 0.85
+# on B200, 0.85 on A100); FlashAttention-3 (arXiv 2407.08608) Figure 6 (0.85 on H100). It splits the keys too, so that
+# few heads fill the GPU as three times as many do forward (ibid., 4 to 128 heads).
+BACKWARD_FLOPS, BACKWARD_EFFICIENCY, BACKWARD_HEADS = 2.5, 0.85, 3
+STREAMS = 4  # products of experts that run at a time, as in Transformer Engine
 
 
 class AttentionShape(NamedTuple):
@@ -62,18 +64,19 @@ def matmul_s(gpu: GPU, shape: tuple[int, int, int], *, dtype: str, num: int = 1,
     """
     m, n, k = shape
     peak, reached = gpu.peak(dtype), gpu.reachable[dtype]
-    work = matmul_work(shape, dtype=dtype, num=num, accumulate=accumulate)
+    work, written = (matmul_work(shape, dtype=dtype, num=num, accumulate=is_added) for is_added in (False, accumulate))
     axes, surfaces = tables()["grid"], tables()["matmul"][gpu.kernels]
     surface = surfaces[next(name for name in SURFACES.get(dtype, ("bf16",)) if name in surfaces)]
     factor = interpolate(surface["values"], (axes["m"], axes["n"], axes["n"]), point=(m, n * num, k))
     factor *= ACCUMULATE_FACTOR if accumulate else 1.0
-    return max(factor * roofline_s(gpu, work, flops_per_s=peak * reached), work[0] / peak)
+    seconds = factor * roofline_s(gpu, work, flops_per_s=peak * reached)
+    return max(seconds, roofline_s(gpu, written, flops_per_s=peak))
 
 
 def grouped_matmul_s(
     gpu: GPU, shape: tuple[int, int, int], *, num_experts: int, dtype: str, accumulate: bool = False
 ) -> float:
-    """Seconds of one product per expert, in one launch.
+    """Seconds of one product per expert.
 
     Args:
         gpu: the device.
@@ -85,7 +88,9 @@ def grouped_matmul_s(
     tokens, n, k = shape
     each = max(tokens // num_experts, 1)
     product = (n, k, each) if accumulate else (each, n, k)
-    return matmul_s(gpu, product, dtype=dtype, num=num_experts, accumulate=accumulate)
+    at_once = min(num_experts, STREAMS)
+    seconds = matmul_s(gpu, product, dtype=dtype, num=at_once, accumulate=accumulate)
+    return LAUNCH_S + num_experts / at_once * (seconds - LAUNCH_S)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -94,13 +99,15 @@ def attention_s(gpu: GPU, shape: AttentionShape, *, dtype: str = "bf16", backwar
     work = attention_work(shape)
     axes, surfaces = tables()["grid"], tables()["attention"][gpu.kernels]
     surface = surfaces[min(surfaces, key=lambda size: abs(int(size) - shape.head_dim))]
-    factor = interpolate(
-        surface["values"], (axes["queries"], axes["heads"]), point=(shape.queries, shape.batch * shape.heads)
-    )
+    heads = shape.batch * shape.heads * (BACKWARD_HEADS if backward else 1)
+    factor = interpolate(surface["values"], (axes["queries"], axes["heads"]), point=(shape.queries, heads))
     share, peak = surface["flops_per_s"] / gpus()[gpu.kernels].peak("bf16"), gpu.peak(dtype)
     seconds = factor * roofline_s(gpu, work, flops_per_s=peak * share)
-    more = BACKWARD_FLOPS if backward else 1.0
-    return more * max(seconds / (BACKWARD_EFFICIENCY if backward else 1.0), work[0] / peak)
+    if not backward:
+        return max(seconds, work[0] / peak)
+    sizes = shape.head_dim, shape.value_head_dim or shape.head_dim
+    padded = 2 * max(sizes) / sum(sizes)  # kernels of the backward pass pad the smaller of two head sizes
+    return BACKWARD_FLOPS * max(seconds * padded / BACKWARD_EFFICIENCY, work[0] / peak)
 
 
 def memory_s(gpu: GPU, num_bytes: float) -> float:
