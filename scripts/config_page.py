@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from nanotrain.config.arguments import ALIASES
-from nanotrain.config.help import KINDS, meaning, metavar
+from nanotrain.config.help import KINDS, metavar
 from nanotrain.config.megatron import megatron
 from nanotrain.config.option import Entry, flag_of
 from nanotrain.config.schema import SECTIONS, entries_of, typed
@@ -35,7 +35,7 @@ def field_row(entry: Entry) -> str:
     check = entry.field.metadata["check"]
     bound = f"; {check.__doc__}" if check is not None else ""
     takes = metavar(entry).replace("{", "").replace("}", "").replace(",", ", ").replace("|", " or ")
-    return table_row(f"`{entry.flag}`", takes, typed(entry.default), f"{meaning(entry)}{bound}")
+    return table_row(f"`{entry.flag}`", takes, typed(entry.default), f"{entry.field.metadata['meaning']}{bound}")
 
 
 def table_row(*cells: str) -> str:

@@ -174,18 +174,17 @@ def plan_tiles(spans: Spans, *, queries: LocalChunk, keys: LocalChunk, is_first:
         for start, stop, is_run in _groups(first_keys, queries.positions):
             low = max(int(first_keys[start]), keys.positions.start)
             before = start if includes else keys.positions.stop
+            end = stop if includes else before
             tile = Tile(samples, queries.local(start, stop), keys.local(low, before), is_first=is_first)
             if not is_run:
-                end = stop if includes else before
                 if low < end:
                     yield replace(tile, keys=keys.local(low, end), is_masked=True)
                 continue
             if low < before:
                 yield tile
+                tile = replace(tile, is_first=False)
             if includes:
-                yield replace(
-                    tile, keys=keys.local(start, stop), is_causal=True, is_first=is_first and not low < before
-                )
+                yield replace(tile, keys=keys.local(start, stop), is_causal=True)
 
 
 def _groups(first_keys: np.ndarray, queries: range) -> Iterator[tuple[int, int, bool]]:
@@ -240,9 +239,8 @@ def forward_tiles(
             dtype = accumulate_dtype(query) if plan.has_repeated_queries else query.dtype
             batch, heads, queries, _ = query.shape
             out = query.new_empty((batch, queries, heads, value.shape[-1]), dtype=dtype)  # as the next layer reads it
-            total = AttentionResult(
-                out.transpose(1, 2), query.new_empty(query.shape[:3], dtype=accumulate_dtype(query))
-            )
+            lse = query.new_empty(query.shape[:3], dtype=accumulate_dtype(query))
+            total = AttentionResult(out.transpose(1, 2), lse)
         of_tile = AttentionResult(total.out[tile.samples], total.lse[tile.samples]).queries(tile.queries)
         if tile.is_first:
             of_tile.out.copy_(part.out)

@@ -319,9 +319,8 @@ def _padding_line(sides: Sequence[_Side], names: Sequence[str]) -> str:
     for name in names:
         shape, (a, b) = sides[0].shape(name), (side.manifest.tensors[name].shape for side in sides)
         if (shape, shape) != (a, b):
-            return (
-                f"of the vocabulary {shape[0]} tokens are compared, not their padding ({a[0]} rows in a, {b[0]} in b)"
-            )
+            padding = f"not their padding ({a[0]} rows in a, {b[0]} in b)"
+            return f"of the vocabulary {shape[0]} tokens are compared, {padding}"
     return ""
 
 

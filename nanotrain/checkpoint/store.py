@@ -176,13 +176,15 @@ def checkpoint_to_resume(folder: Path, *, below: int | None = None) -> Path | No
     """
     newest = newest_complete(folder, below=below)
     if newest is None and any(_fault_of(path) for path in step_entries(folder)):
-        raise DamagedCheckpoint(
-            f"no checkpoint in {folder} can be used",
-            why="; ".join(sorted(_newest(folder, below=None)[1])),
-            fix="restore one of them, load another with --load FOLDER, or start again at step 0 with --no-auto-resume, "
-            "which renames them and deletes none",
-        )
+        raise none_usable(folder, why="; ".join(sorted(_newest(folder, below=None)[1])))
     return newest
+
+
+def none_usable(folder: Path, *, why: str) -> DamagedCheckpoint:
+    """The error for a checkpoints folder in which no checkpoint can be loaded."""
+    fix = "restore one of them, load another with --load FOLDER, or start again at step 0 with --no-auto-resume, "
+    fix += "which renames them and deletes none"
+    return DamagedCheckpoint(f"no checkpoint in {folder} can be used", why=why, fix=fix)
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -85,23 +85,17 @@ def start_reduce_scatter_by_all_to_all(
         if output.data_ptr() != tensor.data_ptr():
             output.copy_(tensor)
         return Work.completed(output)
-    group_size = group.size
-    versions = torch.empty_like(tensor).view(group.size, -1)
-    splits = [1] * group.size
-    work = start_all_to_all(
-        versions, tensor.view(group.size, -1), output_splits=splits, input_splits=splits, group=group
-    )
+    size, splits, rows = group.size, [1] * group.size, tensor.view(group.size, -1)
+    work = start_all_to_all(torch.empty_like(rows), rows, output_splits=splits, input_splits=splits, group=group)
 
     def finish(versions: Tensor) -> Tensor:
         total = versions.sum(0, dtype=torch.float32)
-        output.copy_(total.div_(group_size) if op == "avg" else total)
-        return output
+        return output.copy_(total.div_(size) if op == "avg" else total)
 
     return work.then(finish)
 
 
 def _all_to_all(x: Tensor, group: Group, *, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:
     output = x.new_empty((sum(output_splits), *x.shape[1:]))
-    return start_all_to_all(
-        output, x.contiguous(), output_splits=output_splits, input_splits=input_splits, group=group
-    ).wait()
+    work = start_all_to_all(output, x.contiguous(), output_splits=output_splits, input_splits=input_splits, group=group)
+    return work.wait()

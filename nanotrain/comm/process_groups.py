@@ -17,7 +17,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -189,17 +189,12 @@ def require_host(name: str, *, timeout_s: float = _RESOLVE_S) -> None:
     Raises:
         EnvironmentFault: it has none in time.
     """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.getaddrinfo(name, None)
-            return
-        except (OSError, UnicodeError) as error:
-            if time.monotonic() >= deadline:
-                why = getattr(error, "strerror", None) or str(error)
-                fix = "set MASTER_ADDR to the name or address of the machine of rank 0"
-                raise EnvironmentFault(f"MASTER_ADDR {name!r} has no address", why=why, fix=fix) from None
-        time.sleep(1.0)
+    try:
+        _retry(lambda left_s: socket.getaddrinfo(name, None), timeout_s, pause_s=1.0)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        fix = "set MASTER_ADDR to the name or address of the machine of rank 0"
+        raise EnvironmentFault(f"MASTER_ADDR {name!r} has no address", why=why, fix=fix) from None
 
 
 def require_store(address: tuple[str, int], *, timeout_s: float) -> None:
@@ -208,19 +203,25 @@ def require_store(address: tuple[str, int], *, timeout_s: float) -> None:
     Raises:
         EnvironmentFault: it does not in time.
     """
+    try:
+        _retry(lambda left_s: socket.create_connection(address, timeout=left_s).close(), timeout_s, pause_s=_CONNECT_S)
+    except OSError as error:
+        what, why = "{}:{} accepts no connection".format(*address), f"{error.strerror or error}, for {timeout_s:g} s"
+        fix = "check that rank 0 has started there, and that no firewall is between the machines"
+        raise EnvironmentFault(f"MASTER_ADDR:MASTER_PORT {what}", why=why, fix=fix) from None
+
+
+def _retry(attempt: Callable[[float], object], timeout_s: float, *, pause_s: float) -> None:
+    """Call a function, with the seconds that are left, until it succeeds; its error once the time is over."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            socket.create_connection(address, timeout=max(0.1, deadline - time.monotonic())).close()
+            attempt(max(0.1, deadline - time.monotonic()))
             return
-        except OSError as error:
+        except (OSError, UnicodeError):
             if time.monotonic() >= deadline:
-                raise EnvironmentFault(
-                    "MASTER_ADDR:MASTER_PORT {}:{} accepts no connection".format(*address),
-                    why=f"{error.strerror or error}, for {timeout_s:g} s",
-                    fix="check that rank 0 has started there, and that no firewall is between the machines",
-                ) from None
-        time.sleep(_CONNECT_S)
+                raise
+        time.sleep(pause_s)
 
 
 def store_of_attempt(store: Store, rank: int, *, world_size: int, timeout: timedelta) -> Store:

@@ -149,9 +149,8 @@ def check_choices(choices: Mapping[str, str], folders: list[Path]) -> None:
             near = nearest_choice(name, names)
             choice = choice_of(group)
             fix = f"did you mean {choice}={near}?" if near else f"write {choice}=NAME with one of these names"
-            file = next(
-                (each for each in (folder / f"{name}.yaml" for folder in (*folders, Path())) if each.is_file()), None
-            )
+            candidates = (folder / f"{name}.yaml" for folder in (*folders, Path()))
+            file = next((each for each in candidates if each.is_file()), None)
             if file is not None and group == "config":
                 fix = f"write +config={file} for the file of that name"
             if "," in name:

@@ -228,9 +228,8 @@ def read_save(argument: str, rest: list[str]) -> list[Setting]:
     if not folder or folder.lower() in BOOLEANS:
         return []
     del rest[: not has_value]
-    return [
-        Setting(ENTRIES[name].key, value, f"--save {folder}") for name, value in (("save", "true"), ("run_dir", folder))
-    ]
+    values = {"save": "true", "run_dir": folder}
+    return [Setting(ENTRIES[name].key, value, f"--save {folder}") for name, value in values.items()]
 
 
 def take_values(rest: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 
-from nanotrain.config.arguments import ALIASES, ARGUMENTS
+from nanotrain.config.arguments import ALIASES, ARGUMENTS, TABLE
 from nanotrain.config.megatron import Kind, megatron
 from nanotrain.config.option import Entry
 from nanotrain.config.schema import ENTRIES, SECTIONS, entries_of, typed
@@ -24,19 +24,8 @@ USAGE = (
     "(torchrun's options; also torchrun --nproc-per-node N -m nanotrain.train ...)"
 )
 CONFIG_USAGE = "usage: nanotrain config [--explain] [+config=RECIPE] [SECTION.FIELD=VALUE] [--flag VALUE] ..."
-ORDER = (
-    "Arguments come in any order. The command line overrides the recipe, which overrides train.yaml and the defaults."
-)
-COMMON = """data_path tokenizer_model split seq_length micro_batch_size global_batch_size train_iters lr min_lr
-    lr_warmup_iters lr_decay_style weight_decay params_dtype tensor_model_parallel_size sequence_parallel
-    pipeline_model_parallel_size context_parallel_size expert_model_parallel_size data_parallel_sharding_strategy
-    run_dir save_interval load log_interval eval_interval device"""
-KINDS: dict[Kind, tuple[str, str]] = {  # title, sentence
-    "always": ("accepted", "They name what is always so."),
-    "no effect": ("accepted without effect", "They tune parts of Megatron-LM that do not exist here."),
-    "rename": ("converted", "They become options of another name."),
-    "not yet": ("refused", "With the nearest alternative."),
-}
+HELP = TABLE["help"]
+KINDS: dict[Kind, tuple[str, str]] = HELP["kinds"]  # title, sentence
 COLUMN, FRAME = 36, 4  # characters: where meanings begin, and what the frame of a panel takes of a line
 MIN_WIDTH, MAX_WIDTH = 60, 120  # characters of a line
 
@@ -65,7 +54,9 @@ def help_text(topic: str = "", *, width: int | None = None, usage: str = USAGE) 
         return "\n".join([*introduction(width, usage), *sections])
     if topic:
         return "\n".join(found_lines(topic, width))
-    common = panel("options used most", rows((describe(ENTRIES[name]) for name in COMMON.split()), width), width=width)
+    common = panel(
+        "options used most", rows((describe(ENTRIES[name]) for name in HELP["common"].split()), width), width=width
+    )
     rest = (
         f"--help=WORD lists the options whose name or meaning has a word, --help=all all {len(ENTRIES)} options, "
         "--help=megatron those of Megatron-LM, --help=SECTION one of:"
@@ -80,7 +71,7 @@ def introduction(width: int, usage: str = USAGE) -> list[str]:
     arguments = panel("arguments", rows(ARGUMENTS.items(), width), width=width)
     pairs = ((flag, f"{alias.name}={alias.value}") for flag, alias in ALIASES.items())
     aliases = panel("aliases", rows(pairs, width), width=width)
-    return [*first, "", *textwrap.wrap(ORDER, width), "", *arguments, *aliases]
+    return [*first, "", *textwrap.wrap(HELP["order"], width), "", *arguments, *aliases]
 
 
 def section_lines(name: str, width: int) -> list[str]:

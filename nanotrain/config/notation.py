@@ -187,9 +187,8 @@ def _expand_layout(text: str) -> str:
     def repeat(match: re.Match[str]) -> str:
         count = int(match[2] or 1)
         if len(match[1]) * count > LONGEST_LAYOUT:
-            raise ConfigError(
-                f"{LAYOUT_FLAG} is {text!r}", why=f"it has more than {LONGEST_LAYOUT} letters", fix=LAYOUT_FIX
-            )
+            why = f"it has more than {LONGEST_LAYOUT} letters"
+            raise ConfigError(f"{LAYOUT_FLAG} is {text!r}", why=why, fix=LAYOUT_FIX)
         return match[1] * count
 
     expanded = re.sub(r"([A-Za-z|])\*(\d{1,9})", repeat, re.sub(r"[\s,]", "", text))

@@ -107,10 +107,9 @@ def batch_schedule(config: Config) -> BatchSchedule | None:
     if train.step_batch_size_schedule:
         steps = read_steps(train.step_batch_size_schedule, config.data.seq_length)
         if train.rampup_batch_size or train.global_batch_size not in (None, steps.final):
-            other = "rampup_batch_size" if train.rampup_batch_size else f"global_batch_size {train.global_batch_size}"
-            fix = (
-                "leave out --rampup-batch-size" if train.rampup_batch_size else f"set --global-batch-size {steps.final}"
-            )
+            other, fix = "rampup_batch_size", "leave out --rampup-batch-size"
+            if not train.rampup_batch_size:
+                other, fix = f"global_batch_size {train.global_batch_size}", f"set --global-batch-size {steps.final}"
             raise ConfigError(
                 f"step_batch_size_schedule ends at {count_of(steps.final, 'sample')}, and {other} is set",
                 why="the schedule gives the size of every batch",
@@ -251,15 +250,11 @@ def num_microbatches(train: TrainConfig, dp: int) -> int:
             fix=f"set --global-batch-size {round_up(batch_size, per_pass)} or another --micro-batch-size",
         )
     if batch_size < per_pass:
+        fewer = f"run on fewer ranks: data-parallel size {batch_size} or less"
         raise ConfigError(
             f"a global batch of {count_of(batch_size, 'sample')} has less than one microbatch per rank",
             why=f"micro_batch_size {train.micro_batch_size} x data-parallel size {dp} = {per_pass}",
-            fix=f"set --global-batch-size {per_pass} or "
-            + (
-                "another --micro-batch-size"
-                if batch_size >= dp
-                else f"run on fewer ranks: data-parallel size {batch_size} or less"
-            ),
+            fix=f"set --global-batch-size {per_pass} or {'another --micro-batch-size' if batch_size >= dp else fewer}",
         )
     return -(-batch_size // per_pass)
 

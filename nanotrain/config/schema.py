@@ -101,16 +101,12 @@ def build_section(kind: Any, converted: Mapping[str, Any], *, path: str = "") ->
 
 def without_absent(config: Any) -> Any:
     """The configuration (or section) with None for every section whose switch is off."""
-    inner = [
-        field for field in fields(config) if "section" in field.metadata and getattr(config, field.name) is not None
-    ]
-    return replace(
-        config,
-        **{
-            field.name: None if _is_off(config, field) else without_absent(getattr(config, field.name))
-            for field in inner
-        },
-    )
+    inner = {}
+    for field in fields(config):
+        section = getattr(config, field.name)
+        if "section" in field.metadata and section is not None:
+            inner[field.name] = None if _is_off(config, field) else without_absent(section)
+    return replace(config, **inner)
 
 
 def _is_off(section: Any, field: Field[Any]) -> bool:

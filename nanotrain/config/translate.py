@@ -71,9 +71,8 @@ def translate(
     result.notes += notes(line)
     model = result.config.model
     if line.wants_megatron_defaults and model.multi_latent_attention and not model.qk_layernorm:
-        result.notes.append(
-            "MLA normalizes its compressed queries, keys and values, as Megatron-LM with --qk-layernorm"
-        )
+        what = "MLA normalizes its compressed queries, keys and values"
+        result.notes.append(f"{what}, as Megatron-LM with --qk-layernorm")
     return result
 
 
@@ -84,10 +83,8 @@ def check_flags(arguments: list[MegatronArgument], *, errors: ErrorCollector) ->
         row = argument.row
         is_accepted = any(is_same(text, argument.value) for text in row.accepts)
         if row.kind == "always" and row.accepts and not is_accepted:
-            fix = f"leave it out or write {argument.flag} {row.accepts[0]}"
-            errors.errors.append(
-                ConfigError(f"{argument.text} contradicts what is always so", why=row.meaning, fix=fix)
-            )
+            what, fix = "contradicts what is always so", f"leave it out or write {argument.flag} {row.accepts[0]}"
+            errors.errors.append(ConfigError(f"{argument.text} {what}", why=row.meaning, fix=fix))
         elif row.kind == "not yet" and not is_accepted:
             missing.setdefault(row.meaning, []).append(argument.text)
     if missing:

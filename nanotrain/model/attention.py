@@ -144,7 +144,7 @@ class MaxLogits(StatefulModule):
         self.register_buffer("peak", torch.tensor(-torch.inf), persistent=False)
 
     def observe(self, chunk: AttentionChunk, *, first_head: int = 0) -> None:
-        """Count the logits of a chunk; a `LogitObserver`."""
+        """Count the logits of a chunk; the `observe` of `ScoreOptions`."""
         if self.recompute.is_recomputing:
             return
         heads = self.largest[first_head : first_head + chunk.query.shape[1]]

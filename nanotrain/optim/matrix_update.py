@@ -70,9 +70,8 @@ class Route:
 
     def __init__(self, group: Group | GroupSpec, *, sends: MatrixSlices, receives: MatrixSlices) -> None:
         self._group, self._sends, self._receives = group, sends, receives
-        self._input_splits, self._output_splits = (
-            [sum(numel for _, numel in blocks) for blocks in by_rank] for by_rank in (sends, receives)
-        )
+        self._input_splits = [sum(numel for _, numel in blocks) for blocks in sends]
+        self._output_splits = [sum(numel for _, numel in blocks) for blocks in receives]
 
     @property
     def sent_numel(self) -> int:
@@ -125,9 +124,8 @@ class WholeMatrices:
         sends = [_locals(by_tensor[t], reads_replicas=t == self._me.tensor) for t in tensors]
         receives = [_locals(mine, reads_replicas=t == self._me.tensor) for t in tensors]
         self._join = Route(groups.tensor, sends=sends, receives=receives)
-        self._split = Route(
-            groups.tensor, sends=[_locals(mine) for _ in tensors], receives=list(map(_locals, by_tensor))
-        )
+        mine_to_each, all_of_each = [_locals(mine) for _ in tensors], [_locals(each) for each in by_tensor]
+        self._split = Route(groups.tensor, sends=mine_to_each, receives=all_of_each)
 
         replicas = [[(n, p) for n, p in numbered if p.owner.replicate == r] for r in range(groups.sizes.replicate)]
         by_replicate = [_pieces(replica, self._me.shard) for replica in replicas]
@@ -160,10 +158,11 @@ class WholeMatrices:
         joined = _by_number(self._join.run(lambda number, _: local[number], like=like))
         results = {number: transform(self._full(number, blocks), number) for number, blocks in joined.items()}
         local = dict(self._split.run(lambda number, rank: self._block(results[number], number, rank=rank), like=like))
-        pieces = [each.pieces for each in self._placed]
-        scattered = dict(
-            self._scatter.run(lambda number, rank: local[number][pieces[number][rank].elements], like=like)
-        )
+
+        def elements(number: int, rank: int) -> Tensor:
+            return local[number][self._placed[number].pieces[rank].elements]
+
+        scattered = dict(self._scatter.run(elements, like=like))
         return self._spread.run(lambda number, _: scattered[number], like=like)
 
     def _local(self, number: int, parts: Sequence[Tensor]) -> Tensor:

@@ -252,12 +252,10 @@ class BucketState:
         cls, wrapper: DataParallel, bucket: Bucket, *, precision: Precision, config: OptimConfig
     ) -> "BucketState":
         """Allocate the state of one bucket."""
-        rule, replicate = OPTIMIZERS[config.optimizer], wrapper.groups.replicate
+        rule, replicate, fraction = OPTIMIZERS[config.optimizer], wrapper.groups.replicate, host_fraction(config)
+        split = split_shard(bucket.update_ranges, bucket.layout.update_numel, rule=rule, host_fraction=fraction)
         parts = tuple(
-            _build_part(part, bucket, precision=precision, names=part.state_names(rule, config))
-            for part in split_shard(
-                bucket.update_ranges, bucket.layout.update_numel, rule=rule, host_fraction=host_fraction(config)
-            )
+            _build_part(part, bucket, precision=precision, names=part.state_names(rule, config)) for part in split
         )
         return cls(bucket, (0, 1) if wrapper.groups.shards_across else (replicate.index, replicate.size), parts)
 

@@ -42,9 +42,8 @@ def describe_compile(config: Config, device_type: str) -> str:
     """One sentence for the log: whether blocks are compiled, why, and where graphs end."""
     resolved, unsupported = with_compile(config, device_type), _rows(config, "unsupported")
     if not resolved.train.torch_compile:
-        why = (
-            "--no-torch-compile" if config.train.torch_compile is False else f"{device_type}, --torch-compile is unset"
-        )
+        unset = f"{device_type}, --torch-compile is unset"
+        why = "--no-torch-compile" if config.train.torch_compile is False else unset
         return f"off ({', '.join(unsupported) or why})"
     why = "--torch-compile" if config.train.torch_compile else "unset on a GPU; --no-torch-compile turns it off"
     breaks = graph_breaks(config)

@@ -174,10 +174,8 @@ def score_model(
 ) -> dict[str, TaskScore]:
     """Score a model on tasks; every rank calls this. Arguments as for `evaluate_model`."""
     stages, pipeline = load_stages(model, plan=plan, context=context), build_pipeline(plan, context)
-    scores = {
-        task.name: score_task(task, plan=plan, stages=stages, pipeline=pipeline, context=context) for task in tasks
-    }
-    return {name: score for name, score in scores.items() if score is not None}
+    score = partial(score_task, plan=plan, stages=stages, pipeline=pipeline, context=context)
+    return {task.name: found for task in tasks if (found := score(task)) is not None}
 
 
 @torch.no_grad()
@@ -252,14 +250,10 @@ class EvaluateHook(Hook):
 
     def _score_tasks(self, run: Run) -> dict[str, float]:
         """The scores of the tasks; not of those that a signal ends."""
-        numbers: dict[str, float] = {}
-        for task in run.inputs.tasks:
-            score = score_task(
-                task, plan=run.plan, stages=run.runnable, pipeline=run.pipeline, context=run.context, stop=run.stop
-            )
-            if score is not None:
-                numbers |= {f"task/{task.name}/{name}": value for name, value in asdict(score).items()}
-        return numbers
+        score_of = partial(score_task, plan=run.plan, stages=run.runnable, pipeline=run.pipeline, context=run.context)
+        scores = {task.name: score_of(task, stop=run.stop) for task in run.inputs.tasks}
+        found = {name: asdict(score) for name, score in scores.items() if score is not None}
+        return {f"task/{task}/{name}": value for task, score in found.items() for name, value in score.items()}
 
 
 def validate(run: Run, sizes: list[int] | None = None) -> dict[str, Evaluation] | None:

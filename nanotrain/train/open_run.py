@@ -263,9 +263,8 @@ def _data(plan: Plan, inputs: RunInputs) -> str:
     if samples is None or config.data.mock_data:
         return f"synthetic, {tokens}"
     epoch = samples.samples_per_epoch
-    texts = [
-        f"{describe_count(epoch * config.data.seq_length)} tokens; this run reads {tokens}, {read / epoch:.2f} epochs"
-    ]
+    corpus = f"{describe_count(epoch * config.data.seq_length)} tokens"
+    texts = [f"{corpus}; this run reads {tokens}, {read / epoch:.2f} epochs"]
     for stage in read_stages(config.data.stages):
         unit = "sample" if stage.in_samples else "step"
         texts.append(f"{stage.name} from {unit} {stage.start:,}: {stage.blend}")

@@ -6,7 +6,7 @@ from io import BytesIO, TextIOWrapper
 import pytest
 
 from nanotrain.config.flags import parse
-from nanotrain.config.help import COMMON, describe, help_text
+from nanotrain.config.help import HELP, describe, help_text
 from nanotrain.config.load import reply
 from nanotrain.config.megatron import megatron
 from nanotrain.config.schema import ENTRIES, SECTIONS, typed
@@ -27,9 +27,9 @@ def test_every_flag_is_listed_once():
 
 def test_the_short_help_has_the_options_used_most_and_leads_to_the_others():
     text = help_text()
-    assert len(COMMON.split()) == 25 and len(text.splitlines()) < 120
+    assert len(HELP["common"].split()) == 25 and len(text.splitlines()) < 120
     listed = set(re.findall(r"^│ (--[a-z][\w-]*)", text.replace("--[no-]", "--"), flags=re.MULTILINE))
-    assert {ENTRIES[name].flag for name in COMMON.split()} <= listed
+    assert {ENTRIES[name].flag for name in HELP["common"].split()} <= listed
     assert "--help=all" in text and "--help=megatron" in text and "model.moe" in text
 
 

@@ -120,10 +120,8 @@ class WeightFiles:
 
     def _finite(self, name: str, values: Tensor) -> Tensor:
         if not bool(torch.isfinite(values).all()):
-            why, fix = (
-                "a model with them computes nothing but NaN",
-                "fetch the folder again, or choose another checkpoint",
-            )
+            why = "a model with them computes nothing but NaN"
+            fix = "fetch the folder again, or choose another checkpoint"
             raise HuggingFaceError(f"{name} in {self.folder} has values that are not finite", why=why, fix=fix)
         return values
 
@@ -218,10 +216,10 @@ def dequantized(tensors: Mapping[str, Any]) -> dict[str, Any]:
     pairs = {name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS)}
     pairs = {name for name in pairs if name + SCALES in tensors}
     used = {name + ending for name in pairs for ending in (BLOCKS, SCALES)}
-    plain = {name: tensor for name, tensor in tensors.items() if name not in used}
-    return plain | {
-        name: Mxfp4Tensor(name, tensors[name + BLOCKS], scales=tensors[name + SCALES]) for name in sorted(pairs)
-    }
+    found = {name: tensor for name, tensor in tensors.items() if name not in used}
+    for name in sorted(pairs):
+        found[name] = Mxfp4Tensor(name, tensors[name + BLOCKS], scales=tensors[name + SCALES])
+    return found
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

@@ -143,10 +143,9 @@ class Fp8GroupedMM(Fp8LoopedMM):
         if not self._layer.options.wgrad or not self._is_grouped(grad, Operand.GRAD):
             return super().wgrad(grad, x, offs=offs)
         groups = self._scale_grads(grad, offs)
-        quantized = self._quantize_columns(grad, Operand.GRAD, groups=groups)
-        return multiply_matrices(
-            quantized, self._quantize_columns(x, Operand.INPUT, groups=groups), groups=groups, dtype=grad.dtype
-        )
+        grads = self._quantize_columns(grad, Operand.GRAD, groups=groups)
+        inputs = self._quantize_columns(x, Operand.INPUT, groups=groups)
+        return multiply_matrices(grads, inputs, groups=groups, dtype=grad.dtype)
 
     def _is_grouped(self, x: Tensor, operand: Operand) -> bool:
         return len(x) > 0 and (not x.is_cuda or self._layer.options.dtype(operand) is torch.float8_e4m3fn)
@@ -187,9 +186,8 @@ class Fp8GroupedMM(Fp8LoopedMM):
         if self._layer.options.recipe.is_per_tensor:
             inverse = self._scales.of_experts(operand)[:, None]
         else:
-            inverse = self._inverse(
-                groups.largest(x.abs().float().nan_to_num(nan=torch.inf, posinf=torch.inf)), operand
-            )
+            amax = groups.largest(x.abs().float().nan_to_num(nan=torch.inf, posinf=torch.inf))
+            inverse = self._inverse(amax, operand)
         values = quantize(x, groups.per_token(inverse), block=ROW, dtype=self._layer.options.dtype(operand)).values
         return Quantized(values, inverse, ROW)
 
@@ -207,9 +205,7 @@ def select_fp8_gemm(layer: Fp8Layer) -> Fp8LoopedMM:
 
 def _part_amaxes(parts: Sequence[Tensor]) -> Tensor:
     """[E]; 0 for an expert without tokens."""
-    return torch.stack(
-        [tensor_amax(part)[0] if len(part) else part.new_zeros((), dtype=torch.float32) for part in parts]
-    )
+    return torch.cat([tensor_amax(part) if len(part) else part.new_zeros(1, dtype=torch.float32) for part in parts])
 
 
 def _token_amaxes(x: Tensor, groups: Groups) -> Tensor:

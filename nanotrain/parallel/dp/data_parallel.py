@@ -333,11 +333,9 @@ class DataParallel:
         )
 
     def _build_buckets(self, precision: Precision) -> tuple[Bucket, ...]:
-        layout, groups, options = self.layout, self.groups, self.options
+        layout, groups, options, update = self.layout, self.groups, self.options, self.update_buffer
         device, is_transient = self.param_buffer.device, options.strategy.shard_grads
-        params = build_params(
-            layout, self.param_buffer, groups=groups, options=options, update_buffer=self.update_buffer
-        )
+        params = build_params(layout, self.param_buffer, groups=groups, options=options, update_buffer=update)
         grads = build_grads(layout, groups=groups, precision=precision, device=device, is_transient=is_transient)
         stores, reduction = zip(layout.buckets, params, grads, strict=True), Reduction(groups, options)
         return tuple(Bucket(each, params=p, grads=g, reduction=reduction) for each, p, g in stores)

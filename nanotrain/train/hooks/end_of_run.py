@@ -83,16 +83,12 @@ class SummaryHook(Hook):
 
     def after_training(self, run: Run) -> None:
         latest, peak = run.checkpointer.latest(), self._peak
-        measured = all_gather_object(
-            peak_memory(run.context.device) - (peak.before if peak else 0), run.context.control
-        )
+        used = peak_memory(run.context.device) - (peak.before if peak else 0)
+        measured = all_gather_object(used, run.context.control)
         if not run.context.control.is_first:
             return
         on_cpu = run.context.device.type == "cpu"
-        lines = [
-            f"run folder    {run.folder.path}",
-            f"metrics       {run.folder.metrics}",
-        ]
+        lines = [f"run folder    {run.folder.path}", f"metrics       {run.folder.metrics}"]
         if run.config.train.report and run.folder.report.is_file():
             lines.append(f"report        {run.folder.report}")
         lines.append(f"checkpoint    {latest or 'none'}")

@@ -180,9 +180,8 @@ def _notes(reports: Sequence[StepReport]) -> tuple[str, str]:
         f"save stall {stall:.2f} s" if stall else "",
     ]
     times = [report.timers for report in reports if report.timers]
-    means = {
-        name: sum(each.get(name, 0.0) for each in times) / len(reports) for name in (*PHASES, *(times or [{}])[-1])
-    }
+    names = dict.fromkeys([*PHASES, *(times or [{}])[-1]])
+    means = {name: sum(each.get(name, 0.0) for each in times) / len(reports) for name in names}
     phases = " | ".join(f"{name} {mean * 1e3:7,.1f}" for name, mean in means.items())
     return " | ".join(filter(None, happened)), f"ms per step: {phases}" if times else ""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.compatibility import has_weights_alone, vocabulary_rows, weights_alone
 from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
-from nanotrain.checkpoint.store import describe_not_finite, step_of
+from nanotrain.checkpoint.store import describe_not_finite, none_usable, step_of
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.schema import config_from_dict, to_dict, unnest
 from nanotrain.data.build import first_blend, uses_quickstart
@@ -193,20 +193,10 @@ def changed_decay(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[
 def _fall_back(start: Path, checkpointer: Checkpointer, *, error: DamagedCheckpoint) -> Path:
     older = checkpointer.latest(below=step_of(start))
     if older is None:
-        raise DamagedCheckpoint(
-            f"no checkpoint in {start.parent} can be used",
-            why=f"{start.name}: {error.what}: {error.why}",
-            fix="restore one of them, load another with --load FOLDER, or start again at step 0 with --no-auto-resume, "
-            "which renames them and deletes none",
-        ) from error
+        raise none_usable(start.parent, why=f"{start.name}: {error.what}: {error.why}") from error
     if checkpointer.group.is_first:
-        log.warning(
-            "%s cannot be loaded and will be renamed (%s: %s); resuming from %s",
-            start.name,
-            error.what,
-            error.why,
-            older.name,
-        )
+        text = "%s cannot be loaded and will be renamed (%s: %s); resuming from %s"
+        log.warning(text, start.name, error.what, error.why, older.name)
     return older
 
 
