@@ -219,8 +219,8 @@ def unnest(values: Any) -> dict[str, Any]:
     """Nested values by key, the inverse of `nest`; {} for what is no mapping."""
     flat: dict[str, Any] = {}
     for name, value in values.items() if isinstance(values, Mapping) else ():
-        inner = {f"{name}.{key}": item for key, item in unnest(value).items()}
-        flat |= inner if isinstance(value, Mapping) else {name: value}
+        is_nested = isinstance(value, Mapping)
+        flat |= {f"{name}.{key}": item for key, item in unnest(value).items()} if is_nested else {name: value}
     return flat
 
 

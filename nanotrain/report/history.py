@@ -178,9 +178,8 @@ def find_runs(folder: Path) -> list[RunHistory]:
 def _starts(path: Path) -> Iterator[Start]:
     for row in islice(read_rows(path), MAX_STARTS):
         with suppress(KeyError, TypeError, ValueError):  # of another version, or damaged
-            changed = {
-                key: (before, now) for key, (before, now) in object_of(_plain(row["changed"]), "changed").items()
-            }
+            settings = object_of(_plain(row["changed"]), "changed")
+            changed = {key: (before, now) for key, (before, now) in settings.items()}
             step, size = whole_number(row["step"], "step"), whole_number(row["world_size"], "world_size")
             yield Start(step, finite_number(row["time_s"], "time_s"), size, changed)
 
@@ -250,7 +249,8 @@ class _Rows:
         for count, row in enumerate(row for row in read_rows(path) if _is_step(row.get("step"))):
             values = {_label(name): value for name, value in unnest(row).items() if _is_number(value)}
             for name in values if len(columns) < MAX_COLUMNS else ():
-                columns.setdefault(name, array("d", [math.nan]) * count)
+                if name not in columns:
+                    columns[name] = array("d", [math.nan]) * count
             for name, column in columns.items():
                 column.append(values.get(name, math.nan))
             stage = row.get("data_stage")
