@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-import torch._dynamo
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from nanotrain.comm.autograd import concat_along, copy_to, eager, gather_along, reduce_from, scatter_along, split_along
 from nanotrain.comm.group import Group
@@ -29,7 +27,7 @@ def slice_of(tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     return tensor.chunk(group.size, dim)[group.index]
 
 
-@ranks(4, threads=False, tp=4)
+@ranks(4, tp=4)
 def test_copy_to_sums_the_gradients_and_reduce_from_the_inputs(ctx):
     group = ctx.group("tp")
     x, total = draw(group.index).requires_grad_(), sum(draw_all(group))
@@ -45,7 +43,7 @@ def test_copy_to_sums_the_gradients_and_reduce_from_the_inputs(ctx):
 
 
 @DIMS
-@ranks(4, threads=False, tp=2)
+@ranks(4, tp=2)
 def test_gather_along_gathers_and_its_backward_reduce_scatters(ctx, dim):
     group = ctx.group("tp")
     x = draw(group.index).requires_grad_()
@@ -57,7 +55,7 @@ def test_gather_along_gathers_and_its_backward_reduce_scatters(ctx, dim):
 
 
 @DIMS
-@ranks(4, threads=False, tp=2)
+@ranks(4, tp=2)
 def test_scatter_along_reduce_scatters_and_its_backward_gathers(ctx, dim):
     group = ctx.group("tp")
     x = draw(group.index).requires_grad_()
@@ -69,7 +67,7 @@ def test_scatter_along_reduce_scatters_and_its_backward_gathers(ctx, dim):
 
 
 @DIMS
-@ranks(4, threads=False, tp=2)
+@ranks(4, tp=2)
 def test_concat_along_is_the_inverse_of_split_along_and_so_are_the_backwards(ctx, dim):
     group = ctx.group("tp")
     x = draw(7).requires_grad_()
@@ -81,7 +79,7 @@ def test_concat_along_is_the_inverse_of_split_along_and_so_are_the_backwards(ctx
     assert torch.equal(grad, draw(8))
 
 
-@ranks(4, threads=False, tp=4)
+@ranks(4, tp=4)
 def test_tensors_may_have_any_strides(ctx):
     group = ctx.group("tp")
     x, dense = draw(group.index).transpose(0, 1), draw(group.index).transpose(0, 1).contiguous()
@@ -91,7 +89,7 @@ def test_tensors_may_have_any_strides(ctx):
         assert torch.equal(function(x, group, dim=1), function(dense, group, dim=1)), function.__name__
 
 
-@ranks(4, threads=False, tp=4)
+@ranks(4, tp=4)
 def test_inputs_and_gradients_are_not_overwritten(ctx):
     group = ctx.group("tp")
     x, upstream = draw(group.index).requires_grad_(), draw(group.index)
@@ -100,7 +98,7 @@ def test_inputs_and_gradients_are_not_overwritten(ctx):
     assert torch.equal(x, draw(group.index)) and torch.equal(upstream, draw(group.index))
 
 
-@ranks(4, threads=False, tp=4)
+@ranks(4, tp=4)
 def test_a_size_that_does_not_divide_raises_before_anything_is_sent(ctx):
     group, x = ctx.group("tp"), torch.zeros(2, 6)
     for function in (scatter_along, split_along):
@@ -109,7 +107,7 @@ def test_a_size_that_does_not_divide_raises_before_anything_is_sent(ctx):
     assert ctx.traffic.bytes() == 0
 
 
-@ranks(4, threads=False, tp=4)
+@ranks(4, tp=4)
 def test_forward_and_backward_send_the_bytes_of_one_all_reduce(ctx):
     group, traffic = ctx.group("tp"), ctx.traffic
     full = draw(0)
@@ -151,6 +149,8 @@ def double(x: Tensor) -> Tensor:
 
 
 def test_runs_between_two_graphs_without_compiling_again() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend  # half a second, which no rank above should pay
+
     def function(x: Tensor) -> Tensor:
         return double(x.relu()).sigmoid()
 

@@ -103,26 +103,31 @@ def bytes_with_storage(run: Run) -> int:
     return sum(store.full.untyped_storage().nbytes() for store in stores_of(run))
 
 
+def record_gathered(run: Run) -> list[int]:
+    """Bytes of parameters with storage after each allocation from now on."""
+    gathered = [bytes_with_storage(run)]
+
+    def allocate(store: ShardedParams) -> None:
+        type(store).allocate(store)
+        gathered.append(bytes_with_storage(run))
+
+    for store in stores_of(run):
+        store.allocate = partial(allocate, store)  # type: ignore[method-assign]
+    return gathered
+
+
 def gathered_bytes(ctx: ParallelContext, case: Case) -> dict[str, int]:
     """The most bytes of gathered parameters in a training step, and the planned ones."""
     run = build_here(ctx, case)
-    peak = bytes_with_storage(run)
-    assert peak == 0, "initialized without storage for all parameters"
-    allocate = ShardedParams.allocate
-
-    def measure(store: ShardedParams) -> None:
-        nonlocal peak
-        allocate(store)
-        peak = max(peak, bytes_with_storage(run))
-
-    ShardedParams.allocate = measure
+    assert bytes_with_storage(run) == 0, "initialized without storage for all parameters"
+    peaks = record_gathered(run)
     batch = run.batch_iterator.next()
     assert batch is not None
     train_step(run, batch)
     assert bytes_with_storage(run) == 0
     planned = run.plan.resident_bytes
     full = sum(bucket.layout.numel for dp in run.data_parallel for bucket in dp.buckets) * 4
-    return {"peak": peak, "units": planned.units, "params": planned.params, "full": full}
+    return {"peak": max(peaks), "units": planned.units, "params": planned.params, "full": full}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -131,7 +136,7 @@ def test_no_more_than_two_units_are_gathered(schedule: str | None, overlap: bool
     pp = 1 if schedule is None else 2
     pipeline = {"pipeline_schedule": schedule} if schedule else {}
     case = case_of(overlap=overlap, num_layers=8).but(parallel={"pipeline_model_parallel_size": pp} | pipeline)
-    for measured in run_ranks(2 * pp, gathered_bytes, case, threads=False, strategy=STRATEGY, pp=pp):
+    for measured in run_ranks(2 * pp, gathered_bytes, case, strategy=STRATEGY, pp=pp):
         assert 0 < measured["peak"] <= measured["units"]
         assert measured["params"] == measured["full"] // 2
         assert measured["peak"] + measured["params"] < measured["full"]
@@ -156,7 +161,7 @@ def test_units_are_gathered_again_where_a_backward_recomputes_several_layers() -
     for expected, outcomes in zip(reference, run_ranks(2, train_cases, cases, strategy=STRATEGY), strict=True):
         for case, actual in zip(cases, outcomes, strict=True):
             assert all(torch.equal(expected.weights[box], actual.weights[box]) for box in expected.weights), case
-    for (row,) in run_ranks(2, measure_options, cases[:1], threads=False, strategy=STRATEGY):
+    for (row,) in run_ranks(2, measure_options, cases[:1], strategy=STRATEGY):
         assert 0 < row["peak"] <= row["units"]
 
 
@@ -179,7 +184,7 @@ def test_options_of_gathers_change_planned_memory_and_traffic_and_no_bit(pp: int
             )
             for overlap, options in OPTIONS
         ]
-        for measured in run_ranks(2 * pp, measure_options, cases, threads=False, strategy=STRATEGY, pp=pp):
+        for measured in run_ranks(2 * pp, measure_options, cases, strategy=STRATEGY, pp=pp):
             for case, row in zip(cases, measured, strict=True):
                 assert row["sent"] == row["planned sent"], case
                 assert row["weights"] == measured[0]["weights"] and row["loss"] == measured[0]["loss"], case
@@ -193,26 +198,18 @@ def measure_options(ctx: ParallelContext, cases: list[Case]) -> list[dict[str, A
     """Bytes gathered at once and sent in one step, and hashes of what was computed."""
     rows = []
     for case in cases:
-        run, peak = build_here(ctx, case), 0
-        allocate = ShardedParams.allocate
-
-        def measure(store: ShardedParams, run: Run = run, allocate: Any = allocate) -> None:
-            nonlocal peak
-            allocate(store)
-            peak = max(peak, bytes_with_storage(run))
-
-        ShardedParams.allocate = measure  # type: ignore[method-assign]
+        run = build_here(ctx, case)
+        peaks = record_gathered(run)
         batch = run.batch_iterator.next()
         assert batch is not None
         ctx.traffic.reset()
         loss = train_step(run, batch).loss
-        ShardedParams.allocate = allocate  # type: ignore[method-assign]
         sent = sum(ctx.traffic.bytes("dp_shard", op) for op in ("all_gather", "reduce_scatter"))
         weights = [bucket.params.shard.double().sum().item() for dp in run.data_parallel for bucket in dp.buckets]
         fulls = [store.full.untyped_storage() for store in stores_of(run)]
         rows.append(
             {
-                "peak": peak,
+                "peak": max(peaks),
                 "pool": sum({full.data_ptr(): full.nbytes() for full in fulls if full.nbytes()}.values()),
                 "units": run.plan.resident_bytes.units,
                 "sent": sent,
