@@ -37,7 +37,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Questions of all forms; their number is no multiple of the global batch."""
     file = tmp_path_factory.mktemp("task") / "words.jsonl"
     lines = []
-    for start in range(7):
+    for start in range(3):
         context, right, wrong = " ".join(WORDS[start : start + 5]), WORDS[start + 5], WORDS[start + 3]
         lines += [
             {"query": context, "choices": [wrong, right, "x"], "gold": 1},
@@ -83,5 +83,5 @@ def test_the_scores_are_those_of_the_saved_model_on_one_device(tmp_path: Path, t
 
 def test_tasks_are_scored_without_a_validation_split(tmp_path: Path, task: Path) -> None:
     run_ranks(1, run_command_lines, lines_of(tmp_path / "run", task, "--split 1,0,0"))
-    assert evaluations_of(tmp_path / "run")[-1]["task/words/questions"] == 21
+    assert evaluations_of(tmp_path / "run")[-1]["task/words/questions"] == 9
     assert "valid_loss" not in metrics_of(tmp_path / "run")[-1]
