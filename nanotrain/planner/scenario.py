@@ -4,9 +4,10 @@ Scenario --estimate_memory--> MemoryEstimate
          --predict_step-----> StepTime
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from nanotrain.config.schedules import global_batch_size, num_microbatches
 from nanotrain.config.suggest import nearest_choice
 from nanotrain.errors import ConfigError
 from nanotrain.parallel.pp.actions import PipelineShape
+from nanotrain.planner.hardware import GPU, Link
 from nanotrain.spec.shape import ModelShape
-from nanotrain.spec.stages import StageSpec
+from nanotrain.spec.stages import StageSpec, stages_of_lengths
 from nanotrain.topology.topology import Topology
 from nanotrain.train.plans.plan import Plan, check_names, plan_run, stage_specs
 
@@ -31,9 +33,26 @@ class Engine:
 
     name: str  # nanotrain, megatron, fsdp2 or nanotron
     launch_s: float  # host time to launch one operator
-    fused: bool  # norms, activations, rotary positions and the loss are one operator each
-    tp_overlap: str  # of collectives of tensor parallelism: none or wgrad
+    collective_launch_s: float  # host time to launch one collective
+    fused: bool  # activations, rotary positions and additions are one operator each
+    loss_bytes: tuple[float, float]  # that forward and backward of the loss read and write per logit
+    accumulation: str  # of weight gradients in fp32: fused with the product, separate, or sharded (after the reduction)
+    optimizer_bytes: float  # that the update reads and writes per parameter
+    tp_overlap: str  # of collectives of tensor parallelism: none, wgrad or tiles
     p2p_overlap: bool  # transfers between pipeline ranks overlap with computation
+    contention: float  # share of the time of a hidden collective by which it slows the operators beside it
+    bucket_numel: int | None = None  # parameters of a gradient bucket; None: as configured
+    overlaps_grads: bool | None = None  # reductions overlap with the last backward; None: as configured
+    overlaps_params: bool | None = None  # gathers overlap with the first forward; None: as configured
+    splits_by_weights: bool = False  # stages have equal shares of the products' weights, the head included
+    zero_all_reduces: bool = False  # ZeRO-1 all-reduces gradients
+    gather_copy_s: float = 0.0  # host time per parameter and rank to copy gathered parameters (ZeRO-1)
+    kernel_factor: float = 1.0  # time of its operators relative to the best known
+    slow_transfer: tuple[float, float, float] | None = None  # nodes and pipeline ranks from which a transfer takes s
+    # time lost per collective and rank of tp: on the host while other nodes hold other pipeline ranks, and on the
+    # device where the ranks of tp are on several nodes
+    stall_s: tuple[float, float] = (0.0, 0.0)
+    link: tuple[float, float] | None = None  # bytes/s per GPU and latency between nodes; None: those of the GPU
 
 
 @dataclass(frozen=True)
@@ -42,12 +61,14 @@ class Scenario:
 
     config: Config  # complete: the vocabulary size and the global batch size are set
     world_size: int  # ranks of the run
-    gpu: Any  # GPU of every rank
+    gpu: GPU  # of every rank
     engine: Engine  # training program
     matmul_dtype: str  # of the products of linear layers: bf16, fp8, mxfp8, nvfp4, fp16 or fp32
-    dispatcher: str = "alltoall"  # of tokens to experts: alltoall, allgather or deepep
+    dispatcher: str = "alltoall"  # of tokens to experts: alltoall, allgather or flex (DeepEP, HybridEP)
     imbalance: float = 1.0  # tokens of the busiest expert-parallel rank, relative to an even share
     cuda_graphs: bool = False  # the host launches a layer at once
+    tp_overlap: str | None = None  # instead of the engine's
+    ep_overlap: bool = False  # the dispatch of one microbatch overlaps with the products of another
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -66,9 +87,36 @@ class Scenario:
         return {axis: size for grid in grids for axis, size in zip(grid.axes, grid.sizes, strict=True)}
 
     @cached_property
+    def machine(self) -> GPU:
+        """The GPU, with the network of the engine's measurements where those had another."""
+        if self.engine.link is None:
+            return self.gpu
+        return _with_link(self.gpu, self.engine.link)
+
+    def ranks(self, name: str) -> Sequence[int]:
+        """The group of the first rank along an axis, or along dp_cp, its shards or their replicas, also of experts."""
+        if name not in self._ranks:
+            self._ranks[name] = self._find_ranks(name)
+        return self._ranks[name]
+
+    @cached_property
+    def _ranks(self) -> dict[str, Sequence[int]]:
+        return {}
+
+    def _find_ranks(self, name: str) -> Sequence[int]:
+        grid = self.topology.dense if name in self.topology.dense.axes else self.topology.expert
+        if name in grid.axes:
+            return range(0, grid.size(name) * grid.stride(name), grid.stride(name))
+        members = self.topology.members(0, name)  # type: ignore[arg-type]
+        steps = {after - before for before, after in pairwise(members)}
+        return range(0, members[-1] + 1, steps.pop()) if len(steps) == 1 else members
+
+    @cached_property
     def stages(self) -> tuple[tuple[StageSpec, ...], ...]:
         """The stages of every pipeline rank."""
         specs, num_ranks = stage_specs(self.config.parallel, self.shape.num_layers), self.sizes["pp"]
+        if self.engine.splits_by_weights and num_ranks > 1:
+            specs = stages_of_lengths(_lengths_by_weights(self.shape, num_ranks))
         return tuple(specs[rank::num_ranks] for rank in range(num_ranks))
 
     @cached_property
@@ -90,10 +138,31 @@ class Scenario:
 
 
 @cache
+def _with_link(gpu: GPU, link: tuple[float, float]) -> GPU:
+    return replace(gpu, rail=Link(*link), spine=Link(*link), network_efficiency=1.0)
+
+
+def _lengths_by_weights(shape: ModelShape, num_ranks: int) -> list[int]:
+    """Layers of every rank; a layer goes to the rank in whose share of the weights it ends."""
+    layer = 2 * shape.hidden_size * (shape.num_heads + shape.query_groups) * shape.head_dim
+    layer += (2 + shape.is_gated) * shape.hidden_size * shape.ffn_size
+    total = shape.num_layers * layer + shape.vocab_size * shape.hidden_size
+    ends = [min(shape.num_layers, total * (rank + 1) // num_ranks // layer) for rank in range(num_ranks)]
+    return [end - start for start, end in pairwise([0, *ends])]
+
+
+@cache
 def engines() -> dict[str, Engine]:
     """The engines by name."""
     rows = yaml.safe_load((DATA / "engines.yaml").read_bytes())
-    return {name: Engine(name=name, **row) for name, row in rows.items()}
+    return {name: _engine(name, **rows["defaults"] | row) for name, row in rows.items() if name != "defaults"}
+
+
+def _engine(name: str, **row: Any) -> Engine:
+    pairs = {
+        key: tuple(map(float, row[key])) for key in ("loss_bytes", "link", "slow_transfer", "stall_s") if row.get(key)
+    }
+    return Engine(**row | pairs | {"name": name})
 
 
 def engine_of(name: str) -> Engine:
@@ -113,7 +182,7 @@ def engine_of(name: str) -> Engine:
 
 
 def scenario_of(
-    config: Config, world_size: int, *, gpu: Any, engine: Engine | str = "nanotrain", **options: Any
+    config: Config, world_size: int, *, gpu: GPU, engine: Engine | str = "nanotrain", **options: Any
 ) -> Scenario:
     """The scenario of a configuration, checked as far as a layout goes.
 

@@ -1,15 +1,37 @@
-"""Time of one training step, split by what it is spent on."""
+"""Time of one training step, split by what it is spent on.
+
+Every pipeline rank runs its actions of the real schedule, each when its input is there. Beside them are the reductions
+of gradients, which begin during the last backward, and the gathers of parameters.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import NamedTuple
+
+from nanotrain.optim.state import host_fraction
+from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape
+from nanotrain.parallel.pp.schedules import build_schedule
+from nanotrain.planner.collectives import collective_s
+from nanotrain.planner.kernels import memory_s
+from nanotrain.planner.scenario import Scenario
+from nanotrain.planner.stage_time import HOST_LINK, Numel, Stages
+from nanotrain.spec.counts import flops_per_token
+
+# What a laptop cannot know: clocks under power limits and temperature, kernels of other versions, stragglers; and how
+# busy and how regular the fabric is. Half of the range, relative to what computes and to what is exposed.
+COMPUTE_RANGE, NETWORK_RANGE = 0.07, 0.4
+HOST_UPDATE = 1.0e11  # bytes/s that an update on the host reads and writes
+UPDATE_LAUNCHES = 10  # operators of an update with fused loops over the parameters
+MIN_BUCKET = 40_000_000  # parameters of a gradient bucket where its size is not set, as Megatron-LM's
+BUCKET_PER_RANK = 1_000_000
 
 
 class Span(NamedTuple):
-    """Something that runs on a stream of a pipeline rank."""
+    """What runs on a stream of a pipeline rank."""
 
-    name: str  # "F0.3", "grads 2"
-    stream: str  # compute, pp, dp
+    name: str  # "F0.3", "reduce 0.2"
+    stream: str  # compute or dp
     start: float
     end: float
 
@@ -18,32 +40,269 @@ class Span(NamedTuple):
 class StepTime:
     """Seconds of one step of the slowest pipeline rank."""
 
+    scenario: Scenario
     compute: float  # operators of forward and backward
     exposed: Mapping[str, float]  # communication that does not overlap with computation, by group: tp, cp, ep, pp, dp
     bubble: float  # waiting for other pipeline ranks
     optimizer: float  # update of the parameters
     data: float  # loading of the batch
     host: float  # waiting for the host to launch operators
-    low: float  # least total that is likely
-    high: float  # largest total that is likely
-    tokens: int  # of the global batch
-    world_size: int  # ranks of the run
-    flops_per_token: int  # FLOPs of the model
-    peak_flops: float  # of a GPU in bf16
-    spans: tuple[tuple[Span, ...], ...] = ()  # timeline of every pipeline rank
 
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        parts = (self.compute, self.bubble, self.optimizer, self.data, self.host)
-        return sum(parts) + sum(self.exposed.values())
+        return sum((self.compute, self.bubble, self.optimizer, self.data, self.host, *self.exposed.values()))
+
+    @property
+    def low(self) -> float:
+        """The least total that is likely."""
+        return self.total - self._range
+
+    @property
+    def high(self) -> float:
+        """The largest total that is likely."""
+        return self.total + self._range
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
         """Throughput."""
-        return self.tokens / self.total / self.world_size
+        tokens = (self.scenario.config.train.global_batch_size or 0) * self.scenario.config.data.seq_length
+        return tokens / self.total / self.scenario.world_size
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization."""
-        return self.tokens_per_s_per_gpu * self.flops_per_token / self.peak_flops
+        """Model FLOPs utilization, of the peak in 16 bits."""
+        flops = flops_per_token(self.scenario.shape, self.scenario.config.data.seq_length)
+        peaks = self.scenario.gpu.peak_flops
+        return self.tokens_per_s_per_gpu * flops / peaks.get("bf16", peaks["fp16"])
+
+    @cached_property
+    def spans(self) -> tuple[tuple[Span, ...], ...]:
+        """Timeline of every pipeline rank, with all microbatches."""
+        return StepClock(self.scenario).timeline()
+
+    @property
+    def _range(self) -> float:
+        exposed = sum(self.exposed.values()) + self.bubble
+        return COMPUTE_RANGE * (self.total - exposed) + NETWORK_RANGE * exposed
+
+
+class Step(NamedTuple):
+    """An action in an order in which every action follows those that it needs."""
+
+    rank: int
+    action: Action
+    needs: int  # place of the action of another stage whose result it takes; -1: none
+    sends: bool  # whether another rank takes its result
+
+
+@dataclass(frozen=True)
+class Run:
+    """A schedule on a clock."""
+
+    steps: tuple[Step, ...]
+    starts: list[float]  # of every action
+    ends: list[float]
+    finish: list[float]  # per rank: end of its last action or transfer
+    waits: list[float]  # per rank: seconds in which it sends and does not compute
+
+    @property
+    def duration(self) -> float:
+        """Until all ranks end."""
+        return max(self.finish)
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """What data parallelism and the update add to the step of a pipeline rank."""
+
+    exposed: float  # reductions that end after the last backward
+    gathers: float  # gathers of updated parameters that the forward waits for
+    update: float  # the update
+    spans: tuple[Span, ...] = field(default=())
+
+
+def predict_step(scenario: Scenario) -> StepTime:
+    """The time of one step."""
+    return StepClock(scenario).step_time()
+
+
+class StepClock:
+    """One step of all pipeline ranks.
+
+    Args:
+        scenario: configuration, machine and engine.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario, self.stages, self.shape = scenario, Stages(scenario), scenario.pipeline
+        self.gpu = scenario.machine
+        self.durations = {
+            (stage, kind): self.stages.seconds(streams)
+            for stage, kinds in self.stages.times.items()
+            for kind, streams in kinds.items()
+        }
+
+    def step_time(self) -> StepTime:
+        """The parts of the time of the rank that ends last."""
+        lengths = simulated(self.shape)
+        runs = [self.run(replace(self.shape, num_microbatches=length)) for length in lengths]
+        run, number = runs[0], self.shape.num_microbatches
+        ends = [self.data_parallel(run, rank) for rank in range(self.shape.num_ranks)]
+        slowest = max(range(self.shape.num_ranks), key=lambda rank: run.finish[rank] + ends[rank].exposed)
+        total = run.finish[slowest] + ends[slowest].exposed
+        if len(runs) > 1:
+            total += (number - lengths[0]) * (runs[1].duration - run.duration) / (lengths[1] - lengths[0])
+        compute, host, exposed = self._spent(run, slowest)
+        exposed["pp"] = run.waits[slowest] * number / lengths[0]
+        exposed["dp"] = exposed.get("dp", 0.0) + ends[slowest].exposed
+        bubble = max(0.0, total - compute - host - sum(exposed.values()))
+        exposed["dp"] += max(end.gathers for end in ends)
+        return StepTime(
+            self.scenario,
+            compute=compute,
+            exposed={group: seconds for group, seconds in exposed.items() if seconds > 0},
+            bubble=bubble,
+            optimizer=max(end.update for end in ends),
+            data=0.0,
+            host=host,
+        )
+
+    def _spent(self, run: Run, rank: int) -> tuple[float, float, dict[str, float]]:
+        """Seconds of a rank in operators, in waiting for the host, and in exposed communication by group."""
+        compute, host, exposed, number = 0.0, 0.0, dict[str, float](), self.shape.num_microbatches
+        kinds = {step.action.kind for step in run.steps}
+        for stage in (spec.index for spec in self.scenario.stages[rank]):
+            for kind in kinds:
+                streams = self.stages.times[stage][kind]
+                compute += number * streams.compute
+                host += number * (self.durations[stage, kind] - streams.seconds)
+                for group, seconds in streams.exposed.items():
+                    exposed[group] = exposed.get(group, 0.0) + number * seconds
+        return compute, host, exposed
+
+    def run(self, shape: PipelineShape) -> Run:
+        """Run the schedule; every rank runs its actions in order, each as soon as its input is there."""
+        steps = order_of(self.scenario.config.parallel.pipeline_schedule, shape)
+        transfer = self.transfer_s if shape.num_ranks > 1 else 0.0
+        blocked = 0.0 if self.scenario.engine.p2p_overlap else transfer
+        finish, waits = [0.0] * shape.num_ranks, [0.0] * shape.num_ranks
+        starts, ends = [0.0] * len(steps), [0.0] * len(steps)
+        for place, (rank, (kind, stage, _), needs, sends) in enumerate(steps):
+            starts[place] = max(finish[rank], ends[needs] + transfer) if needs >= 0 else finish[rank]
+            ends[place] = finish[rank] = starts[place] + self.durations[stage, kind]
+            if sends:
+                finish[rank] += blocked
+                waits[rank] += blocked
+        return Run(steps, starts, ends, finish, waits)
+
+    @cached_property
+    def transfer_s(self) -> float:
+        """Seconds of a transfer of hidden states between neighbouring pipeline ranks."""
+        slow, layers = self.scenario.engine.slow_transfer, self.stages.layers
+        if slow and self.scenario.world_size >= slow[0] * self.gpu.gpus_per_node and self.shape.num_ranks >= slow[1]:
+            return slow[2]
+        num_bytes = layers.outside * layers.width
+        return collective_s(self.gpu, "p2p", num_bytes=num_bytes, ranks=self.scenario.ranks("pp")[:2])
+
+    def data_parallel(self, run: Run, rank: int) -> DataParallel:
+        """Reductions of gradients, the update and gathers of parameters of one pipeline rank."""
+        scenario, stages, engine = self.scenario, self.stages, self.scenario.engine
+        numel = Numel(*map(sum, zip(*(stages.numel(spec) for spec in scenario.stages[rank]), strict=True)))
+        spans = self._reductions(run, rank) if stages.strategy in ("no_shard", "optim") else []
+        shards = len(scenario.ranks("dp_shard")), len(scenario.ranks("expert_dp_shard"))
+        updated = numel.dense / shards[0] + numel.expert / shards[1]
+        update = memory_s(self.gpu, engine.optimizer_bytes * updated) + UPDATE_LAUNCHES * engine.launch_s
+        if scenario.config.optim.optimizer_cpu_offload:
+            on_host = updated * host_fraction(scenario.config.optim)
+            copied = on_host * (stages.precision.main_grads.itemsize + stages.precision.params.itemsize)
+            update += copied / HOST_LINK + on_host * engine.optimizer_bytes / HOST_UPDATE
+        gathers = 0.0
+        if stages.strategy in ("optim", "optim_grads") and shards[0] > 1:
+            gathers = stages.collective_s("all_gather", numel, itemsize=stages.precision.params.itemsize)
+            gathers += numel.tensors * shards[0] * engine.gather_copy_s
+            if stages.overlaps("params"):
+                number = max(1, round(sum(numel[:2]) / self._bucket_numel))
+                first = sum(self.durations[spec.index, ActionKind.forward] for spec in scenario.stages[rank])
+                gathers = max(gathers / number, gathers - first)
+        after = max((span.end for span in spans), default=0.0) - run.finish[rank]
+        return DataParallel(max(0.0, after), gathers, update, tuple(spans))
+
+    @property
+    def _bucket_numel(self) -> int:
+        size = self.scenario.engine.bucket_numel or self.scenario.config.parallel.ddp_bucket_size
+        return size or max(MIN_BUCKET, BUCKET_PER_RANK * len(self.scenario.ranks("dp_shard")))
+
+    def _reductions(self, run: Run, rank: int) -> list[Span]:
+        """The reductions of the gradient buckets of one rank, from the last backward of each of its stages on."""
+        stages, engine = self.stages, self.scenario.engine
+        scatters = stages.strategy == "optim" and not engine.zero_all_reduces
+        shards = len(self.scenario.ranks("dp_shard")), len(self.scenario.ranks("expert_dp_shard"))
+        mine = [(place, step.action) for place, step in enumerate(run.steps) if step.rank == rank]
+        last = {action.stage: place for place, action in mine if action.kind.has_wgrad}
+        spans, itemsize = list[Span](), stages.precision.grads.itemsize
+        for spec in sorted(self.scenario.stages[rank], key=lambda spec: last[spec.index]):
+            numel, place = stages.numel(spec), last[spec.index]
+            number = max(1, round(sum(numel[:2]) / self._bucket_numel))
+            bucket = Numel(numel.dense // number, numel.expert // number, 0)
+            seconds = stages.collective_s("reduce_scatter" if scatters else "all_reduce", bucket, itemsize=itemsize)
+            shard = Numel(bucket.dense // shards[0], bucket.expert // shards[1], 0)
+            seconds += stages.collective_s("all_reduce", shard, itemsize=itemsize, level="replicate")
+            for index in range(number if seconds else 0):
+                ready = run.starts[place] + (run.ends[place] - run.starts[place]) * (index + 1) / number
+                ready = max(ready if stages.overlaps("grads") else run.finish[rank], spans[-1].end if spans else 0.0)
+                spans.append(Span(f"reduce {spec.index}.{index}", "dp", ready, ready + seconds))
+        return spans
+
+    def timeline(self) -> tuple[tuple[Span, ...], ...]:
+        """What every pipeline rank runs in one step, with all microbatches."""
+        run = self.run(self.shape)
+        ranks: list[list[Span]] = [[] for _ in range(self.shape.num_ranks)]
+        for step, start, end in zip(run.steps, run.starts, run.ends, strict=True):
+            ranks[step.rank].append(Span(str(step.action), "compute", start, end))
+        for rank, spans in enumerate(ranks):
+            spans += self.data_parallel(run, rank).spans
+        return tuple(map(tuple, ranks))
+
+
+def simulated(shape: PipelineShape) -> list[int]:
+    """Microbatches to simulate: all, or enough for the steady state, and one more period, by which to extend them.
+
+    >>> simulated(PipelineShape(4, 1, 10)), simulated(PipelineShape(4, 1, 1023))
+    ([10], [11, 15])
+    """
+    period = shape.num_ranks
+    if shape.num_microbatches <= 4 * period:
+        return [shape.num_microbatches]
+    first = 2 * period + shape.num_microbatches % period
+    return [first, first + period]
+
+
+@lru_cache(maxsize=256)
+def order_of(name: str, shape: PipelineShape) -> tuple[Step, ...]:
+    """The actions of all ranks in an order in which they can run.
+
+    Args:
+        name: schedule.
+        shape: its arguments.
+    """
+    ranks = build_schedule(name, shape).actions
+    places: dict[tuple[bool, int, int], int] = {}
+    steps: list[Step] = []
+    following, last = [0] * shape.num_ranks, shape.num_stages - 1
+    while len(steps) < sum(map(len, ranks)):
+        for rank, actions in enumerate(ranks):
+            while following[rank] < len(actions):
+                action = actions[following[rank]]
+                kind, stage, microbatch = action
+                is_forward, is_sent, needs = kind is ActionKind.forward, kind is not ActionKind.backward_weight, -1
+                source, target = (stage - 1, stage + 1) if is_forward else (stage + 1, stage - 1)
+                if is_sent and 0 <= source <= last:
+                    needs = places.get((is_forward, source, microbatch), -1)
+                    if needs < 0:
+                        break
+                if is_sent:
+                    places[is_forward, stage, microbatch] = len(steps)
+                steps.append(Step(rank, action, needs, is_sent and 0 <= target <= last and shape.num_ranks > 1))
+                following[rank] += 1
+    return tuple(steps)

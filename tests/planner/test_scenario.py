@@ -4,6 +4,7 @@ import pytest
 
 from nanotrain.config.load import configure
 from nanotrain.errors import ConfigError, TopologyError
+from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.scenario import engine_of, engines, scenario_of
 
 
@@ -13,7 +14,7 @@ def test_sizes_stages_and_microbatches_follow_from_the_configuration() -> None:
         sequence_parallel=True, num_virtual_stages_per_pipeline_rank=3, pipeline_schedule="interleaved",
         global_batch_size=24, micro_batch_size=2, mock_data=True,
     )  # fmt: skip
-    scenario = scenario_of(config, 16, gpu=None)
+    scenario = scenario_of(config, 16, gpu=gpu_of("h100"))
     assert (scenario.sizes["dp"], scenario.pipeline.num_microbatches, scenario.pipeline.num_stages) == (4, 3, 6)
     assert [[list(stage.layers) for stage in stages] for stages in scenario.stages] == [
         [[0], [2], [4]],
@@ -24,7 +25,7 @@ def test_sizes_stages_and_microbatches_follow_from_the_configuration() -> None:
 
 
 def test_an_unset_global_batch_is_one_microbatch_per_rank() -> None:
-    scenario = scenario_of(configure(vocab_size=1000, micro_batch_size=2, mock_data=True), 8, gpu=None)
+    scenario = scenario_of(configure(vocab_size=1000, micro_batch_size=2, mock_data=True), 8, gpu=gpu_of("h100"))
     assert (scenario.config.train.global_batch_size, scenario.pipeline.num_microbatches) == (16, 1)
 
 
@@ -33,7 +34,7 @@ def test_an_unset_global_batch_is_one_microbatch_per_rank() -> None:
     [({}, "fp32"), ({"bf16": True}, "bf16"), ({"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "mxfp8"}, "mxfp8")],
 )
 def test_products_have_the_type_of_the_precision(values: dict[str, object], expected: str) -> None:
-    scenario = scenario_of(configure(vocab_size=1000, mock_data=True, **values), 1, gpu=None)
+    scenario = scenario_of(configure(vocab_size=1000, mock_data=True, **values), 1, gpu=gpu_of("h100"))
     assert scenario.matmul_dtype == expected
 
 
@@ -43,6 +44,8 @@ def test_wrong_engines_layouts_and_batches_are_one_message() -> None:
         engine_of("megatrn")
     config = configure(vocab_size=1000, tensor_model_parallel_size=4, mock_data=True)
     with pytest.raises(TopologyError, match="6 ranks cannot form tp=4"):
-        scenario_of(config, 6, gpu=None)
+        scenario_of(config, 6, gpu=gpu_of("h100"))
     with pytest.raises(ConfigError, match="global batch"):
-        scenario_of(configure(vocab_size=1000, global_batch_size=3, micro_batch_size=2, mock_data=True), 1, gpu=None)
+        scenario_of(
+            configure(vocab_size=1000, global_batch_size=3, micro_batch_size=2, mock_data=True), 1, gpu=gpu_of("h100")
+        )

@@ -1,0 +1,390 @@
+"""What the layers of a stage run, and how long it takes on the streams of one rank.
+
+    Part      what a layer consists of: a linear layer, attention, a memory-bound operator, the dispatch to experts
+    Streams   a clock on which parts compute and communicate
+    Layers    the parts of every layer of a scenario
+
+Forward runs the parts of a layer in order, backward in reverse. A collective is waited for where its result is needed;
+what other operators do not hide is exposed.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from nanotrain.planner.collectives import collective_s
+from nanotrain.planner.hardware import GPU
+from nanotrain.planner.kernels import BYTES, AttentionShape, attention_s, grouped_matmul_s, matmul_s, memory_s
+from nanotrain.planner.scenario import Scenario
+
+ROUTER_LAUNCHES = 20  # scores, top k, losses, counts and their sums
+ROUTER_BYTES = 40  # per token and expert, forward: scores, probabilities and losses in fp32
+MATH_BYTES = (13, 22)  # per attention score that is written out, forward and backward: products, mask, softmax, dropout
+
+
+@dataclass
+class Streams:
+    """The time of operators that run one after the other, with collectives beside them."""
+
+    contention: float = 0.0  # share of the time of a hidden collective by which it slows the operators beside it
+    factor: float = 1.0  # of the time of operators
+    compute: float = 0.0  # seconds in which operators run
+    exposed: dict[str, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # seconds in which they wait for collectives, by group
+    launches: int = 0  # operators that the host launches
+    collectives: int = 0  # collectives that it launches
+
+    @property
+    def seconds(self) -> float:
+        """Time on the device."""
+        return self.compute + sum(self.exposed.values())
+
+    def run(self, seconds: float, *, launches: int = 1) -> None:
+        """Compute."""
+        self.compute += self.factor * seconds
+        self.launches += launches
+
+    def wait(self, group: str, seconds: float, *, beside: float = 0.0) -> None:
+        """Wait for a collective that operators of `beside` seconds overlap with."""
+        if seconds > 0:
+            self.collectives += 1
+            hidden = min(seconds, self.factor * beside)
+            self.exposed[group] += seconds - hidden + self.contention * hidden
+
+    def add(self, other: "Streams") -> None:
+        """What others run."""
+        self.compute += other.compute
+        self.launches += other.launches
+        self.collectives += other.collectives
+        for group, seconds in other.exposed.items():
+            self.exposed[group] += seconds
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a layer; times in seconds."""
+
+    name: str  # of the module, as recomputation names it
+    forward: float = 0.0  # forward
+    dgrad: float = 0.0  # backward for the input
+    wgrad: float = 0.0  # backward for the weights
+    launches: tuple[int, int, int] = (1, 1, 0)  # operators of the three
+    group: str = ""  # group of the collectives
+    before: float = 0.0  # collective of the input, forward
+    after: float = 0.0  # collective of the output, forward
+    first: float = 0.0  # collective of the output's gradient, backward
+    again: float = 0.0  # collective of the input for the gradient of the weights
+    last: float = 0.0  # collective of the input's gradient, backward
+    hides: str = "none"  # overlap: none, wgrad (backward collectives with products) or tiles (all, piece by piece)
+    pieces: int = 1  # pieces of tiles
+
+    def run_forward(self, streams: Streams) -> None:
+        """Forward."""
+        streams.wait(self.group, self.before, beside=self._tiled(self.forward))
+        streams.run(self.forward, launches=self.launches[0])
+        streams.wait(self.group, self.after, beside=self._tiled(self.forward))
+
+    def run_backward(self, streams: Streams, *, dgrad: bool = True, wgrad: bool = True) -> None:
+        """Backward, or the half of it for the input or the weights."""
+        tiled, overlaps = self._tiled(self.dgrad), self.hides != "none"
+        if dgrad:
+            streams.wait(self.group, self.first, beside=tiled)
+            streams.run(self.dgrad, launches=self.launches[1])
+            streams.wait(self.group, self.again, beside=self.dgrad * overlaps)
+            streams.wait(self.group, self.last, beside=max(tiled, self.wgrad * (overlaps and wgrad)))
+        if wgrad:
+            streams.run(self.wgrad, launches=self.launches[2])
+
+    def _tiled(self, seconds: float) -> float:
+        return seconds * (1 - 1 / self.pieces) if self.hides == "tiles" else 0.0
+
+
+Parts = list[Part]
+
+
+class Layers:
+    """The parts of the layers of a scenario.
+
+    Args:
+        scenario: configuration, machine and engine.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        config, sizes = scenario.config, scenario.sizes
+        self.scenario, self.config, self.shape, self.engine = scenario, config, scenario.shape, scenario.engine
+        self.gpu: GPU = scenario.machine
+        self.tp, self.cp, self.ep, self.etp = (sizes[axis] for axis in ("tp", "cp", "ep", "etp"))
+        self.dtype = config.precision.params_dtype
+        self.itemsize = BYTES[self.dtype]
+        self.tokens = config.train.micro_batch_size * config.data.seq_length // self.cp
+        self.sequence_parallel = config.parallel.sequence_parallel and self.tp > 1
+        self.outside = self.tokens // (self.tp if self.sequence_parallel else 1)  # outside of tensor-parallel layers
+        self.width = self.shape.hidden_size * self.itemsize
+
+    def collective(self, name: str, operation: str, *, num_bytes: float) -> float:
+        """Seconds of a collective over the group of an axis."""
+        ranks = self.scenario.ranks(name)
+        seconds = collective_s(self.gpu, operation, num_bytes=num_bytes, ranks=ranks)
+        return seconds + len(ranks) * self.engine.stall_s[1] * (name == "tp" and self.tp > self.gpu.gpus_per_node)
+
+    def memory(self, name: str, forward: float, *, backward: float, launches: tuple[int, int] = (1, 1)) -> Part:
+        """An operator that reads and writes so many bytes."""
+        first, second = (memory_s(self.gpu, num_bytes) if num_bytes else 0.0 for num_bytes in (forward, backward))
+        return Part(name, first, second, launches=(*launches, 0))
+
+    def block(self, layer: int) -> Parts:
+        """A transformer block, by its index in the model."""
+        attention = self.mla(layer) if self.shape.mla else self.attention(layer)
+        inner = self.experts() if self.shape.has_experts(layer) else self.mlp("mlp", self.shape.ffn_size)
+        return [*self.norms(), *attention, *self.norms(), *inner]
+
+    def norms(self) -> Parts:
+        """The norm before attention or the MLP, and the addition to the residual stream after it."""
+        count = self.shape.has_pre_norm + self.shape.has_post_norm
+        norm = self.memory("layernorm", 2 * self.outside * self.width, backward=3 * self.outside * self.width)
+        passes = 1 if self.engine.fused else 3  # a fused addition reads only what the norm does not
+        passes += self.config.model.hidden_dropout > 0
+        add = self.memory("add", passes * self.outside * self.width, backward=passes * self.outside * self.width)
+        return [norm] * count + [add]
+
+    def attention(self, layer: int) -> Parts:
+        """Query, key and value, rotary positions, core attention, output."""
+        shape, groups = self.shape, max(1, self.shape.query_groups // self.tp)
+        heads = shape.num_heads // self.tp
+        outputs = (heads + 2 * groups) * shape.head_dim
+        parts = self.linear("qkv", (self.tokens, outputs, shape.hidden_size), mode="column")
+        rotated = self.tokens * (heads + groups) * shape.head_dim * self.itemsize
+        passes = 2 if self.engine.fused else 6
+        if self.config.model.has_rope:
+            parts.append(self.memory("rope", passes * rotated, backward=passes * rotated, launches=(passes, passes)))
+        if shape.has_qk_norm or shape.has_wide_qk_norm:
+            parts.append(self.memory("qk_norm", 2 * rotated, backward=3 * rotated, launches=(2, 4)))
+        parts.append(self.core_attention(layer, (heads, groups)))
+        return parts + self.linear("out", (self.tokens, shape.hidden_size, heads * shape.head_dim), mode="row")
+
+    def mla(self, layer: int) -> Parts:
+        """Multi-head latent attention: down-projections of each token, up-projections by head, attention, output."""
+        shape, mla, heads = self.shape, self.shape.mla, self.shape.num_heads // self.tp
+        assert mla is not None, "the caller checks it"
+        query = heads * shape.head_dim
+        if mla.q_lora_rank is None:
+            parts = self.linear("q", (self.tokens, query, shape.hidden_size), mode="column")
+        else:
+            parts = self.linear("q_down", (self.outside, mla.q_lora_rank, shape.hidden_size))
+            parts += self.linear("mla_up_proj", (self.tokens, query, mla.q_lora_rank), mode="column")
+        latent = mla.kv_lora_rank + mla.qk_pos_emb_head_dim
+        key_value = heads * (mla.qk_head_dim + mla.v_head_dim)
+        parts += self.linear("kv_down", (self.outside, latent, shape.hidden_size))
+        parts += self.linear("mla_up_proj", (self.tokens, key_value, mla.kv_lora_rank), mode="column")
+        norms = self.outside * ((mla.q_lora_rank or 0) + mla.kv_lora_rank) * self.itemsize
+        parts.append(self.memory("layernorm", 2 * norms, backward=3 * norms, launches=(2, 4)))
+        rotated = self.tokens * heads * (2 * shape.head_dim) * self.itemsize  # queries and keys are put together
+        passes = 2 if self.engine.fused else 4
+        parts.append(self.memory("mla_up_proj", passes * rotated, backward=passes * rotated, launches=(passes, passes)))
+        parts.append(self.core_attention(layer, (heads, heads)))
+        return parts + self.linear("out", (self.tokens, shape.hidden_size, heads * shape.value_head_dim), mode="row")
+
+    def core_attention(self, layer: int, heads: tuple[int, int]) -> Part:
+        """Scaled dot-product attention, with context parallelism."""
+        shape, train, cp = self.shape, self.config.train, self.cp
+        comm_type = self.config.parallel.cp_comm_type if cp > 1 else ""
+        is_split = comm_type == "a2a"  # heads instead of the sequence
+        local = (max(1, heads[0] // cp), max(1, heads[1] // cp)) if is_split else heads
+        seq = self.config.data.seq_length
+        call = AttentionShape(
+            train.micro_batch_size, *local, seq, seq, shape.head_dim, shape.value_head_dim,
+            window=shape.window_size if shape.has_window(layer) else None,
+        )  # fmt: skip
+        share = 1 if is_split else 1 / cp  # every rank has its part of the pairs
+        if train.attention_backend in ("unfused", "local"):
+            forward, backward = self._math_attention(call)
+        else:
+            dtype = self.dtype if self.dtype in ("bf16", "fp16") else "bf16"
+            forward, backward = (attention_s(self.gpu, call, dtype=dtype, backward=each) for each in (False, True))
+        part = Part("core_attn", forward * share, backward * share, launches=(1, 3, 0), group="cp")
+        key_value = self.tokens * heads[1] * (shape.head_dim + shape.value_head_dim) * self.itemsize
+        if comm_type == "p2p":  # in a ring, beside the attention to the keys that are there
+            step = self.collective("cp", "all_gather", num_bytes=key_value * cp)
+            return replace(part, before=step, last=2 * step, hides="tiles", pieces=cp, launches=(cp, 3 * cp, 0))
+        if comm_type == "allgather":
+            gather, scatter = (
+                self.collective("cp", each, num_bytes=key_value * cp) for each in ("all_gather", "reduce_scatter")
+            )
+            return replace(part, before=gather, last=gather + scatter)
+        if is_split:
+            queries = self.tokens * heads[0] * self.itemsize
+            inputs = self.collective("cp", "all_to_all", num_bytes=queries * shape.head_dim + key_value)
+            output = self.collective("cp", "all_to_all", num_bytes=queries * shape.value_head_dim)
+            return replace(part, before=inputs, after=output, first=output, last=inputs)
+        return part
+
+    def _math_attention(self, call: AttentionShape) -> tuple[float, float]:
+        """Attention that writes its scores out; forward and backward."""
+        batch = call.batch * call.heads
+        square = (call.queries, call.keys, call.head_dim)
+        product = matmul_s(self.gpu, square, dtype=self.dtype, num=batch)
+        product += matmul_s(self.gpu, (call.queries, call.head_dim, call.keys), dtype=self.dtype, num=batch)
+        scores = batch * call.queries * call.keys
+        forward, backward = (memory_s(self.gpu, num_bytes * scores) for num_bytes in MATH_BYTES)
+        return product + forward, 2 * product + backward
+
+    def mlp(self, name: str, inner: int) -> Parts:
+        """A dense MLP, or a shared expert."""
+        local, hidden = inner // self.tp, self.shape.hidden_size
+        outputs = local * (1 + self.shape.is_gated)
+        return [
+            *self.linear(name, (self.tokens, outputs, hidden), mode="column"),
+            self.activation(name, self.tokens * local),
+            *self.linear(name, (self.tokens, hidden, local), mode="row"),
+        ]
+
+    def activation(self, name: str, numel: int) -> Part:
+        """The activation function, by what it reads and writes of tensors of the inner width."""
+        fused, gated = self.engine.fused, self.shape.is_gated
+        forward, backward = ((3, 5) if fused else (5, 11)) if gated else ((2, 3) if fused else (4, 5))
+        num_bytes = numel * self.itemsize
+        launches = (1, 1) if fused else (2, 4) if gated else (2, 2)
+        return self.memory(name, forward * num_bytes, backward=backward * num_bytes, launches=launches)
+
+    def experts(self) -> Parts:
+        """Router, dispatch, experts, combine, and a shared expert."""
+        shape, moe = self.shape, self.shape.moe
+        assert moe is not None, "a dense model has no experts"
+        hidden, inner = shape.hidden_size, shape.moe_ffn_size // self.etp
+        tokens = self.tokens // self.tp
+        pairs = int(tokens * moe.router_topk * self.scenario.imbalance)
+        router = tokens * moe.num_experts * ROUTER_BYTES + tokens * self.width
+        parts = [self.memory("moe", router, backward=2 * router, launches=(ROUTER_LAUNCHES, ROUTER_LAUNCHES))]
+        parts.append(self.dispatch(pairs, tokens))
+        num_local, received = moe.num_experts // self.ep, pairs * self.etp
+        up = (received, inner * (1 + shape.is_gated), hidden)
+        parts += self.grouped(up, num_experts=num_local)
+        parts.append(self.activation("moe_act", received * inner))
+        parts += self.grouped((received, hidden, inner), num_experts=num_local)
+        parts.append(self.dispatch(pairs, tokens))
+        if moe.shared_expert_intermediate_size is not None:
+            parts += self.mlp("moe", moe.shared_expert_intermediate_size)
+        return parts
+
+    def dispatch(self, pairs: int, tokens: int) -> Part:
+        """Tokens to their experts, or back: a permutation, and an all-to-all over ep with a gather over etp."""
+        moved = (pairs + tokens) * self.width * (1 if self.scenario.dispatcher == "flex" else 2)
+        part = self.memory("moe", moved, backward=moved, launches=(4, 4))
+        if self.scenario.dispatcher == "allgather":
+            time = self.collective("ep", "all_gather", num_bytes=tokens * self.ep * self.width)
+        else:
+            time = self.collective("ep", "all_to_all", num_bytes=pairs * self.width * self._distinct())
+        time += self.collective("etp", "all_gather", num_bytes=pairs * self.etp * self.width)
+        return replace(part, group="ep", before=time, last=time)
+
+    def _distinct(self) -> float:
+        """Share of the copies of a token that a dispatcher sends: one per node of its experts, or all of them."""
+        assert (moe := self.shape.moe) is not None, "a dense model has no experts"
+        if self.scenario.dispatcher != "flex":
+            return 1.0
+        num_nodes = max(1, self.ep * self.tp // self.gpu.gpus_per_node)
+        num_targets = num_nodes if num_nodes > 1 else self.ep
+        return num_targets * (1 - (1 - 1 / num_targets) ** moe.router_topk) / moe.router_topk
+
+    def grouped(self, sizes: tuple[int, int, int], *, num_experts: int) -> Parts:
+        """One product per expert: tokens of all of them, outputs and inputs."""
+        tokens, outputs, inputs = sizes
+        fused, dtype = self.engine.accumulation == "fused", self.scenario.matmul_dtype
+        fprop, dgrad, wgrad = (
+            grouped_matmul_s(self.gpu, shape, num_experts=num_experts, dtype=dtype, accumulate=accumulates)
+            for shape, accumulates in ((sizes, False), ((tokens, inputs, outputs), False), (sizes, True))
+        )
+        wgrad += self._separate_sum(num_experts * outputs * inputs)
+        part = Part("moe", fprop, dgrad, wgrad, launches=(1, 1, 2 - fused))
+        return [*self._casts("moe", sizes, dtype=dtype), part]
+
+    def linear(self, name: str, shape: tuple[int, int, int], *, mode: str = "") -> Parts:
+        """A linear layer.
+
+        Args:
+            name: name of the module.
+            shape: tokens, local outputs and inputs.
+            mode: column or row, its parallelism over tp; empty for neither.
+        """
+        tokens, outputs, inputs = shape
+        dtype = self.dtype if name == "head" else self.scenario.matmul_dtype
+        fused = self.engine.accumulation == "fused"
+        fprop = matmul_s(self.gpu, shape, dtype=dtype)
+        dgrad = matmul_s(self.gpu, (tokens, inputs, outputs), dtype=dtype)
+        wgrad = matmul_s(self.gpu, (outputs, inputs, tokens), dtype=dtype, accumulate=fused)
+        wgrad += self._separate_sum(outputs * inputs)
+        part = Part(name, fprop, dgrad, wgrad, launches=(1, 1, 2 - fused))
+        if mode and self.tp > 1:
+            part = self._parallel(part, tokens * (inputs if mode == "column" else outputs) * self.itemsize, mode=mode)
+        return [*self._casts(name, shape, dtype=dtype), part]
+
+    def _parallel(self, part: Part, num_bytes: float, *, mode: str) -> Part:
+        """A product with the collectives of tensor parallelism."""
+        part = replace(part, group="tp", hides=self.scenario.tp_overlap or self.engine.tp_overlap, pieces=self.tp)
+        if not self.sequence_parallel:
+            reduce = self.collective("tp", "all_reduce", num_bytes=num_bytes)
+            return replace(part, last=reduce) if mode == "column" else replace(part, after=reduce)
+        gather, scatter = (
+            self.collective("tp", each, num_bytes=num_bytes) for each in ("all_gather", "reduce_scatter")
+        )
+        if mode == "column":
+            return replace(part, before=gather, again=gather, last=scatter)
+        return replace(part, after=scatter, first=gather)
+
+    def _casts(self, name: str, shape: tuple[int, int, int], *, dtype: str) -> Parts:
+        """Operands into 8 bits or fewer, in both layouts."""
+        if dtype == self.dtype:
+            return []
+        outputs, inputs = (shape[0] * size * (self.itemsize + 2 * BYTES[dtype]) for size in shape[1:])
+        return [self.memory(name, inputs, backward=outputs)]
+
+    def _separate_sum(self, numel: int) -> float:
+        """The addition of a weight gradient to an fp32 buffer by an operator of its own."""
+        return memory_s(self.gpu, 10 * numel) if self.engine.accumulation == "separate" else 0.0
+
+    def embedding(self) -> Parts:
+        """Look-up of the tokens."""
+        table = self.shape.padded_vocab_size // self.tp * self.shape.hidden_size
+        summed = 12 * table if self.engine.accumulation == "separate" else 0
+        part = self.memory("embedding", 2 * self.tokens * self.width, backward=3 * self.tokens * self.width + summed)
+        if self.tp == 1:
+            return [part]
+        scatter = self.collective("tp", "reduce_scatter", num_bytes=self.tokens * self.width)
+        gather = self.collective("tp", "all_gather", num_bytes=self.tokens * self.width)
+        both = (
+            (scatter, gather)
+            if self.sequence_parallel
+            else (self.collective("tp", "all_reduce", num_bytes=self.tokens * self.width), 0.0)
+        )
+        return [replace(part, group="tp", after=both[0], first=both[1])]
+
+    def head(self) -> Parts:
+        """The final norm, the output layer and the loss."""
+        local = self.shape.padded_vocab_size // self.tp
+        norm = self.memory("final_norm", 2 * self.outside * self.width, backward=3 * self.outside * self.width)
+        logits = self.tokens * local
+        forward, backward = (num_bytes * logits for num_bytes in self.engine.loss_bytes)
+        loss = self.memory("loss", forward, backward=backward, launches=(8, 4))
+        return [norm, *self.linear("head", (self.tokens, local, self.shape.hidden_size), mode="column"), loss]
+
+    def multi_token(self, layer: int) -> Parts:
+        """A layer of multi-token prediction: norms, the joining projection, a block and the head again."""
+        hidden = self.shape.hidden_size
+        return [*self.linear("eh_proj", (self.outside, hidden, 2 * hidden)), *self.block(layer), *self.head()]
+
+
+def run_forward(streams: Streams, parts: Iterable[Part]) -> None:
+    """The forward of a layer."""
+    for part in parts:
+        part.run_forward(streams)
+
+
+def run_backward(
+    streams: Streams, parts: Sequence[Part], *, again: Sequence[Part] = (), dgrad: bool = True, wgrad: bool = True
+) -> None:
+    """The backward of a layer, after the forward of what is recomputed, or one half of it."""
+    if dgrad:
+        run_forward(streams, again)
+    for part in reversed(parts):
+        part.run_backward(streams, dgrad=dgrad, wgrad=wgrad)

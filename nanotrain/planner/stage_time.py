@@ -1,0 +1,180 @@
+"""How long the actions of a pipeline stage take: forward, backward and its two halves, with FSDP's collectives.
+
+Stages.times[stage][kind]    Streams of one action
+      .numel[stage]          parameters of the stage on one rank, dense and of experts
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+from nanotrain.memory.block_transforms import recomputed_groups
+from nanotrain.parallel.pp.actions import ActionKind
+from nanotrain.planner.operators import Layers, Parts, Streams, run_backward, run_forward
+from nanotrain.planner.scenario import Scenario
+from nanotrain.precision.dtypes import Precision
+from nanotrain.spec.parameters import Declaration, block, declare_stage
+from nanotrain.spec.params import ParamSpec
+from nanotrain.spec.stages import StageSpec
+
+HOST_LINK = 2.5e10  # bytes/s between a GPU and the memory of its host, one direction: PCIe 4 x16
+GRAPH_LAUNCHES = 0.1  # launches that are left of those of a step with CUDA graphs
+KINDS = (ActionKind.forward, ActionKind.full_backward, ActionKind.backward_input, ActionKind.backward_weight)
+
+
+class Numel(NamedTuple):
+    """Parameters on one rank, and their tensors."""
+
+    dense: int
+    expert: int
+    tensors: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A layer, the embedding or the head."""
+
+    parts: Parts
+    numel: Numel
+    is_recomputed: bool = False
+
+
+class Stages:
+    """The actions of the stages of a scenario.
+
+    Args:
+        scenario: configuration, machine and engine.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario, self.config, self.layers = scenario, scenario.config, Layers(scenario)
+        self.precision = Precision.of(self.config.precision)
+        self.strategy = self.config.parallel.data_parallel_sharding_strategy
+        self._units: dict[object, Unit] = {}
+        self._times: dict[tuple[object, ...], dict[ActionKind, Streams]] = {}
+
+    @cached_property
+    def times(self) -> dict[int, dict[ActionKind, Streams]]:
+        """What the actions of every stage run."""
+        found = {}
+        for spec in (spec for stages in self.scenario.stages for spec in stages):
+            key = self._key(spec)
+            if key not in self._times:
+                self._times[key] = {kind: self._action(self.units(spec), kind) for kind in KINDS}
+            found[spec.index] = self._times[key]
+        return found
+
+    def numel(self, spec: StageSpec) -> Numel:
+        """Parameters of a stage on one rank."""
+        parts = [unit.numel for unit in self.units(spec)]
+        return Numel(*map(sum, zip(*parts, strict=True))) if parts else Numel(0, 0, 0)
+
+    def seconds(self, streams: Streams) -> float:
+        """Duration of an action: on the device, or of its launches on the host where these take longer."""
+        return max(streams.seconds, self.host_s(streams))
+
+    def host_s(self, streams: Streams) -> float:
+        """Host time of an action."""
+        engine, sizes = self.scenario.engine, self.scenario.sizes
+        seconds = streams.launches * engine.launch_s + streams.collectives * engine.collective_launch_s
+        if sizes["pp"] > 1 and self.scenario.world_size > self.scenario.machine.gpus_per_node:
+            seconds += streams.collectives * sizes["tp"] * engine.stall_s[0]
+        return seconds * (GRAPH_LAUNCHES if self.scenario.cuda_graphs else 1.0)
+
+    def units(self, spec: StageSpec) -> list[Unit]:
+        """The modules of a stage, in forward order."""
+        recomputed: set[int] = set()
+        if self.config.memory.recompute_granularity == "full":
+            recomputed = {index for group in recomputed_groups(self.config, len(spec.layers)) for index in group}
+        units = [self._unit("embedding")] if spec.has_embedding else []
+        units += [self._unit(layer, is_recomputed=index in recomputed) for index, layer in enumerate(spec.layers)]
+        if spec.has_head:
+            further = [self._unit(layer, is_recomputed=bool(recomputed)) for layer in self.layers.shape.mtp_layers]
+            units += [self._unit("head"), *further]
+        return units
+
+    def _key(self, spec: StageSpec) -> tuple[object, ...]:
+        shape = self.layers.shape
+        kinds = tuple((shape.has_experts(layer), shape.has_window(layer)) for layer in spec.layers)
+        return spec.has_embedding, spec.has_head, kinds
+
+    def _unit(self, name: str | int, *, is_recomputed: bool = False) -> Unit:
+        shape, layers = self.layers.shape, self.layers
+        key = name if isinstance(name, str) else (
+            shape.has_experts(name), shape.has_window(name), name >= shape.num_layers, is_recomputed
+        )  # fmt: skip
+        if key not in self._units:
+            if isinstance(name, int):
+                parts = layers.multi_token(name) if name >= shape.num_layers else layers.block(name)
+                specs = block(self._declaration, name)
+            else:
+                parts = layers.embedding() if name == "embedding" else layers.head()
+                stage = StageSpec(0 if name == "embedding" else 1, 0, 0, name == "embedding", name == "head")
+                specs = tuple(spec for spec in declare_stage(self._declaration, stage) if spec.unit != "mtp")
+            self._units[key] = Unit(parts, self._count(specs), is_recomputed)
+        return self._units[key]
+
+    @cached_property
+    def _declaration(self) -> Declaration:
+        return Declaration(self.layers.shape, self.layers.dtype, self.layers.tp, self.config.parallel.sequence_parallel)
+
+    def _count(self, specs: Sequence[ParamSpec]) -> Numel:
+        sizes = self.scenario.sizes
+        local = [(spec.is_expert, spec.numel // prod(sizes[shard.axis] for shard in spec.shards)) for spec in specs]
+        expert = sum(numel for is_expert, numel in local if is_expert)
+        return Numel(sum(numel for _, numel in local) - expert, expert, len(local))
+
+    def _action(self, units: Sequence[Unit], kind: ActionKind) -> Streams:
+        """All units of a stage, in order or in reverse."""
+        total, is_forward = Streams(), kind is ActionKind.forward
+        for unit in units if is_forward else reversed(units):
+            streams = Streams(self.scenario.engine.contention, self.scenario.engine.kernel_factor)
+            if is_forward:
+                run_forward(streams, unit.parts)
+            else:
+                again = unit.parts if unit.is_recomputed else self._selected(unit.parts)
+                run_backward(streams, unit.parts, again=again, dgrad=kind.has_dgrad, wgrad=kind.has_wgrad)
+            self._shard(streams, unit, kind=kind)
+            total.add(streams)
+        if self.scenario.ep_overlap:  # the other microbatch computes meanwhile
+            total.exposed["ep"] = max(0.0, total.exposed["ep"] - total.compute)
+        if self.config.memory.cpu_offloading:
+            self._offload(total, units)
+        return total
+
+    def _selected(self, parts: Parts) -> Parts:
+        modules = self.config.memory.recomputed_modules
+        return [part for part in parts if part.name in modules or ("moe" in modules and part.name.startswith("moe"))]
+
+    def _shard(self, streams: Streams, unit: Unit, *, kind: ActionKind) -> None:
+        """The collectives of sharded parameters and gradients, beside the unit before or the next one."""
+        parallel, beside = self.config.parallel, streams.compute / streams.factor
+        gathers = self.strategy == "optim_grads_params" and kind is not ActionKind.backward_weight
+        if gathers and (kind is ActionKind.forward or parallel.reshard_after_forward):
+            seconds = self.collective_s("all_gather", unit.numel, itemsize=self.precision.params.itemsize)
+            streams.wait("dp", seconds, beside=beside * bool(self.overlaps("params")))
+            beside = max(0.0, beside - seconds)
+        if self.strategy in ("optim_grads", "optim_grads_params") and kind.has_wgrad:
+            seconds = self.collective_s("reduce_scatter", unit.numel, itemsize=self.precision.grads.itemsize)
+            streams.wait("dp", seconds, beside=beside * bool(self.overlaps("grads")))
+
+    def overlaps(self, what: str) -> bool:
+        """Whether reductions of `grads` or gathers of `params` run beside the computation."""
+        engine, parallel = self.scenario.engine, self.config.parallel
+        if what == "params":
+            return parallel.overlap_param_gather if engine.overlaps_params is None else engine.overlaps_params
+        return parallel.overlap_grad_reduce if engine.overlaps_grads is None else engine.overlaps_grads
+
+    def collective_s(self, operation: str, numel: Numel, *, itemsize: int, level: str = "shard") -> float:
+        """A collective of data parallelism over dense parameters and those of experts, one after the other."""
+        names = (f"dp_{level}", f"expert_dp_{level}")
+        pairs = zip(names, numel[:2], strict=True)
+        return sum(self.layers.collective(name, operation, num_bytes=each * itemsize) for name, each in pairs if each)
+
+    def _offload(self, streams: Streams, units: Sequence[Unit]) -> None:
+        """Copies of activations to the host and back, beside the computation."""
+        number = min(self.config.memory.cpu_offloading_num_layers, len(units))
+        num_bytes = number * self.layers.tokens * self.layers.width * 34 / 2  # Korthikanti et al. 2022, equation 1
+        streams.wait("host", num_bytes / self.layers.tp / HOST_LINK, beside=streams.compute)

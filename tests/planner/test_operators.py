@@ -1,0 +1,102 @@
+"""What layers run: parallelism, recomputation, experts and 8 bits change the operators as they should."""
+
+from typing import Any
+
+import pytest
+
+from nanotrain.planner.operators import Layers, Part, Streams, run_backward, run_forward
+from tests.planner.scenarios import llama
+
+MOE = {"num_experts": 64, "moe_router_topk": 8, "moe_ffn_hidden_size": 1024}
+
+
+def passes(layers: Layers, **options: Any) -> tuple[Streams, Streams]:
+    forward, backward = Streams(), Streams()
+    parts = layers.block(0)
+    run_forward(forward, parts)
+    run_backward(backward, parts, **options)
+    return forward, backward
+
+
+def test_collectives_hide_behind_products_as_far_as_the_engine_overlaps() -> None:
+    part = Part("x", 4.0, 4.0, 2.0, group="tp", before=1.0, again=1.0, last=3.0, pieces=4)
+    for hides, forward, backward in (("none", 1.0, 4.0), ("wgrad", 1.0, 1.0), ("tiles", 0.0, 0.0)):
+        streams, again = Streams(), Streams()
+        moved = Part(**{**part.__dict__, "hides": hides})
+        moved.run_forward(streams)
+        moved.run_backward(again)
+        assert (streams.exposed["tp"], again.exposed["tp"]) == (forward, backward)
+        assert (streams.compute, again.compute) == (4.0, 6.0)
+
+
+def test_both_halves_of_the_backward_are_all_of_it() -> None:
+    layers = Layers(llama(8))
+    _, whole = passes(layers)
+    _, dgrad = passes(layers, wgrad=False)
+    _, wgrad = passes(layers, dgrad=False)
+    assert dgrad.compute + wgrad.compute == pytest.approx(whole.compute)
+    assert dgrad.launches + wgrad.launches == whole.launches
+
+
+def test_the_backward_is_about_twice_the_forward() -> None:
+    forward, backward = passes(Layers(llama(8)))
+    assert 1.8 < backward.compute / forward.compute < 2.4
+    assert forward.seconds == forward.compute
+
+
+def test_tensor_parallelism_splits_the_products_and_communicates() -> None:
+    one, _ = passes(Layers(llama(8)))
+    eight, _ = passes(Layers(llama(8, tp=8)))
+    assert one.compute / 8 < eight.compute < one.compute / 4
+    assert eight.exposed["tp"] > 0
+    assert eight.collectives == 4
+
+
+@pytest.mark.parametrize("comm_type", ["p2p", "a2a", "allgather"])
+def test_context_parallelism_splits_the_tokens(comm_type: str) -> None:
+    one, _ = passes(Layers(llama(8, seq_length=16384, max_position_embeddings=16384)))
+    values = {"seq_length": 16384, "max_position_embeddings": 16384, "cp": 4, "cp_comm_type": comm_type}
+    four, _ = passes(Layers(llama(8, **values)))
+    assert one.compute / 4.5 < four.compute < one.compute / 3
+    assert (four.exposed["cp"] > 0) == (comm_type != "p2p")
+
+
+def test_experts_take_the_time_of_the_tokens_that_they_get() -> None:
+    dense, _ = passes(Layers(llama(8, ffn_hidden_size=8 * 1024)))
+    experts, _ = passes(Layers(llama(8, ep=8, **MOE)))
+    busy, _ = passes(Layers(llama(8, ep=8, options={"imbalance": 1.5}, **MOE)))
+    assert dense.compute < experts.compute < busy.compute
+    assert experts.exposed["ep"] > 0
+
+
+def test_a_node_gets_every_token_once_with_a_flexible_dispatcher() -> None:
+    sent, flex = (
+        passes(Layers(llama(64, ep=64, options={"dispatcher": name}, **MOE)))[0].exposed["ep"]
+        for name in ("alltoall", "flex")
+    )
+    assert flex < sent
+
+
+def test_eight_bits_shorten_products_and_add_casts() -> None:
+    bf16, _ = passes(Layers(llama(8)))
+    fp8, _ = passes(Layers(llama(8, options={"matmul_dtype": "fp8"})))
+    assert 0.5 < fp8.compute / bf16.compute < 0.9
+    assert fp8.launches > bf16.launches
+
+
+def test_latent_attention_and_windows() -> None:
+    latent = llama(8, multi_latent_attention=True, q_lora_rank=1536, num_query_groups=None)
+    forward, _ = passes(Layers(latent))
+    assert forward.compute > 0
+    full, window = (
+        Layers(llama(8, seq_length=16384, max_position_embeddings=16384, **more)).core_attention(0, (32, 8)).forward
+        for more in ({}, {"window_size": 1024})
+    )
+    assert window < 0.4 * full
+
+
+def test_attention_that_writes_its_scores_takes_longer() -> None:
+    flash, written = (
+        Layers(llama(8, attention_backend=name)).core_attention(0, (32, 8)).forward for name in ("flash", "unfused")
+    )
+    assert written > 2 * flash

@@ -1,0 +1,65 @@
+"""Stages: what their actions run, their parameters on a rank, sharded parameters, and the host."""
+
+import pytest
+
+from nanotrain.parallel.pp.actions import ActionKind
+from nanotrain.planner.stage_time import Stages
+from tests.planner.scenarios import llama
+
+FORWARD, BACKWARD = ActionKind.forward, ActionKind.full_backward
+
+
+@pytest.mark.parametrize("values", [{}, {"tp": 2}, {"pp": 2, "gbs": 8}, {"num_experts": 8, "ep": 4}])
+def test_parameters_are_those_of_the_plan(values: dict[str, object]) -> None:
+    scenario = llama(8, **values)
+    stages = Stages(scenario)
+    for rank, specs in enumerate(scenario.stages):
+        planned = scenario.plan(rank).stages
+        for spec, stage in zip(specs, planned, strict=True):
+            numel = stages.numel(spec)
+            assert numel.dense + numel.expert == sum(param.box.numel for param in stage.params)
+            assert numel.expert == sum(param.box.numel for param in stage.params if param.spec.is_expert)
+            assert numel.tensors == len(stage.params)
+
+
+def test_full_recomputation_adds_a_forward_of_the_layers() -> None:
+    plain, full = (Stages(llama(8, **more)).times[0] for more in ({}, {"recompute_granularity": "full"}))
+    assert full[FORWARD].compute == plain[FORWARD].compute
+    added = full[BACKWARD].compute - plain[BACKWARD].compute
+    assert 0.8 * plain[FORWARD].compute < added < plain[FORWARD].compute
+
+
+def test_selective_recomputation_adds_the_modules() -> None:
+    plain, attention, mlp = (
+        Stages(llama(8, **more)).times[0][BACKWARD].compute
+        for more in (
+            {},
+            {"recompute_granularity": "selective"},
+            {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+        )
+    )
+    assert plain < attention < mlp
+
+
+def test_sharded_parameters_are_gathered_beside_the_unit_before() -> None:
+    values = {"strategy": "optim_grads_params", "gbs": 64}
+    exposed = Stages(llama(64, **values)).times[0]
+    hidden = Stages(llama(64, overlap_param_gather=True, overlap_grad_reduce=True, **values)).times[0]
+    assert hidden[FORWARD].exposed["dp"] < 0.5 * exposed[FORWARD].exposed["dp"]
+    assert hidden[BACKWARD].exposed["dp"] < 0.7 * exposed[BACKWARD].exposed["dp"]
+
+
+def test_small_layers_wait_for_the_host() -> None:
+    small = {
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "num_query_groups": 8,
+        "ffn_hidden_size": 1024,
+        "seq_length": 512,
+    }
+    for values, is_bound in ((small, True), ({}, False)):
+        stages = Stages(llama(8, **values))
+        streams = stages.times[0][FORWARD]
+        assert (stages.seconds(streams) > streams.seconds) == is_bound
+    graphs = Stages(llama(8, options={"cuda_graphs": True}, **small))
+    assert graphs.host_s(graphs.times[0][FORWARD]) < graphs.times[0][FORWARD].seconds

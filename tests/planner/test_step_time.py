@@ -1,0 +1,108 @@
+"""The clock of a step: bubbles, overlap and the parts of the total, in closed form where there is one."""
+
+from dataclasses import replace
+
+import pytest
+
+from nanotrain.parallel.pp.actions import PipelineShape
+from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule
+from nanotrain.parallel.pp.simulate import Costs, simulate
+from nanotrain.planner.step_time import StepClock, order_of, predict_step, simulated
+from tests.planner.scenarios import llama
+
+
+def equal_stages(clock: StepClock, forward: float = 1.0, backward: float = 2.0) -> StepClock:
+    """A clock on which every stage takes the same time and transfers take none."""
+    times = {"F": forward, "B": backward, "I": backward - forward, "W": forward}
+    clock.durations = {key: times[key[1].value] for key in clock.durations}
+    clock.__dict__["transfer_s"] = 0.0
+    return clock
+
+
+def test_one_stage_has_no_bubble() -> None:
+    time = predict_step(llama(8, mbs=1, gbs=32))
+    assert time.bubble == pytest.approx(0, abs=1e-9)
+    assert "pp" not in time.exposed
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 100), (8, 37)])
+def test_equal_stages_wait_as_long_as_the_closed_form_says(p: int, m: int) -> None:
+    clock = equal_stages(StepClock(llama(p, pp=p, gbs=m)))
+    lengths = simulated(clock.shape)
+    runs = [clock.run(replace(clock.shape, num_microbatches=length)) for length in lengths]
+    duration = runs[0].duration
+    if len(runs) > 1:
+        duration += (m - lengths[0]) * (runs[1].duration - duration) / (lengths[1] - lengths[0])
+    assert duration == pytest.approx(3 * (m + p - 1))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_clock_agrees_with_the_simulator_of_schedules(name: str) -> None:
+    v = 2 if name == "interleaved" else 1
+    shape = PipelineShape(4, v, 8)
+    clock = equal_stages(StepClock(llama(4, pp=4, v=v, gbs=8, pipeline_schedule=name)))
+    expected = simulate(build_schedule(name, shape), costs=Costs(1, 2, 1, 0)).duration
+    assert clock.run(shape).duration == pytest.approx(expected)
+    assert len(order_of(name, shape)) == sum(map(len, build_schedule(name, shape).actions))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"strategy": "optim"},
+        {"tp": 4, "strategy": "optim_grads"},
+        {"pp": 4, "gbs": 64},
+        {"strategy": "optim_grads_params"},
+    ],
+)
+def test_the_parts_add_up_to_the_total(values: dict[str, object]) -> None:
+    time = predict_step(llama(16, **{"gbs": 32, **values}))
+    parts = (time.compute, time.bubble, time.optimizer, time.data, time.host, *time.exposed.values())
+    assert all(part >= 0 for part in parts)
+    assert time.total == pytest.approx(sum(parts))
+    assert time.low < time.total < time.high
+    assert time.tokens_per_s_per_gpu == pytest.approx(
+        time.scenario.config.train.global_batch_size * 4096 / time.total / 16
+    )
+    assert 0.05 < time.mfu < 0.75
+
+
+@pytest.mark.parametrize("field", ["memory_bandwidth", "node", "spine"])
+def test_more_bandwidth_is_never_slower(field: str) -> None:
+    slow = llama(64, tp=2, pp=2, gbs=128, strategy="optim")
+    value = getattr(slow.gpu, field)
+    faster = 1.5 * value if isinstance(value, float) else replace(value, bandwidth=1.5 * value.bandwidth)
+    fast = replace(slow, gpu=replace(slow.gpu, **{field: faster}))
+    assert predict_step(fast).total <= predict_step(slow).total
+
+
+def test_overlap_hides_reductions_and_gathers() -> None:
+    exposed = predict_step(llama(64, strategy="optim", gbs=128))
+    hidden = predict_step(llama(64, strategy="optim", gbs=128, overlap_grad_reduce=True, overlap_param_gather=True))
+    assert hidden.exposed["dp"] < 0.3 * exposed.exposed["dp"]
+    assert hidden.compute == exposed.compute
+
+
+def test_a_longer_step_extends_a_shorter_one_exactly() -> None:
+    short, long = (predict_step(llama(8, pp=8, gbs=number)) for number in (31, 47))
+    longer = predict_step(llama(8, pp=8, gbs=63))
+    assert longer.total - long.total == pytest.approx(long.total - short.total)
+
+
+def test_the_timeline_has_every_action_and_reduction() -> None:
+    scenario = llama(16, pp=4, gbs=16, overlap_grad_reduce=True)
+    spans = predict_step(scenario).spans
+    assert [sum(span.stream == "compute" for span in of_rank) for of_rank in spans] == [2 * 4] * 4
+    assert all(span.stream == "dp" for of_rank in spans for span in of_rank if span.name.startswith("reduce"))
+    assert all(span.start <= span.end for of_rank in spans for span in of_rank)
+
+
+def test_names_change_nothing() -> None:
+    scenario = llama(8, gbs=16, run_dir="runs/one", tp=2)
+    other = llama(8, gbs=16, run_dir="runs/two", tp=2)
+    assert predict_step(scenario).total == predict_step(other).total
+
+
+def test_an_update_on_the_host_takes_longer() -> None:
+    plain, offloaded = (llama(8, gbs=8, strategy="optim", **more) for more in ({}, {"optimizer_cpu_offload": True}))
+    assert predict_step(offloaded).optimizer > 2 * predict_step(plain).optimizer
