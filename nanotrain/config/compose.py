@@ -29,6 +29,7 @@ from nanotrain.errors import ConfigError, ErrorCollector
 from nanotrain.paths import is_secret, local_path
 
 _HYDRA = threading.RLock()  # Hydra is one per process: threads compose one after the other
+DEFAULTS = OmegaConf.create(to_dict(Config()))  # merged into copies: to wrap all fields anew takes 5 ms more
 
 
 @dataclass(frozen=True)
@@ -221,10 +222,8 @@ def merge_files(files: list[tuple[Path, str]], *, built_in: Path) -> tuple[dict[
         settings = fields_of(nest({package: content}) if package else content, shown)
         contents.append(nest(settings))
         sources |= dict.fromkeys(settings, shown)
-    if not any(contents):
-        return {}, {}
     with composition_errors():
-        return to_plain(OmegaConf.merge(*contents)), sources
+        return to_plain(OmegaConf.merge({}, *contents)), sources
 
 
 def fields_of(values_of_file: dict[str, Any], file: str) -> dict[str, Any]:
@@ -248,7 +247,7 @@ def merge_settings(
 
     `defaults`, by key, are used in place of the fields' own.
     """
-    merged = OmegaConf.merge(to_dict(Config()), nest(defaults or {}), values)
+    merged = OmegaConf.merge(DEFAULTS, nest(defaults or {}), values)
     try:
         for setting in settings:
             OmegaConf.update(merged, setting.key, parse_value(setting), merge=False)
