@@ -16,7 +16,6 @@ A window crosses document boundaries. The `.idx` stores them, so no tokenizer is
 import hashlib
 import struct
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -55,11 +54,9 @@ class GPTDataset:
         config, seq_length = self.config, self.config.seq_length
         epoch, window = divmod(index, self.samples_per_epoch)
         if config.shuffle:
-            window = Permutation(self.samples_per_epoch, seed=self.seed, epoch=epoch)[window]
+            window = permuted(window, self.samples_per_epoch, seed=self.seed, epoch=epoch)
         first = self.start + window * seq_length
-        ids = self.corpus.read(first, first + seq_length + 1).astype(np.int64)
-        self._check_vocabulary(ids, first)
-        return self._sample(ids, first)
+        return self._sample(self._read(first, first + seq_length + 1), first)
 
     def _sample(self, ids: np.ndarray, first: int) -> Sample:
         """A sample of S + 1 tokens from `first` of the stream on, with the masks and positions of its documents.
@@ -74,29 +71,27 @@ class GPTDataset:
         loss_mask = np.ones(seq_length, dtype=np.float32)
         if config.eod_mask_loss:
             loss_mask[starts - 1] = 0.0
-        inside = starts[starts < seq_length]
-        begins = np.zeros(seq_length, dtype=np.int64)
-        begins[inside] = inside
-        positions = np.arange(seq_length) - np.maximum.accumulate(begins)
-        is_start = np.zeros(seq_length, dtype=np.int32)
-        is_start[inside] = 1
+        positions = np.arange(seq_length)
+        segments = np.searchsorted(starts, positions, side="right")  # documents that have started in the window
         return Sample(
             ids[:-1],
             ids[1:],
             loss_mask=loss_mask,
-            position_ids=positions if config.reset_position_ids else None,
-            segment_ids=np.cumsum(is_start, dtype=np.int32) if config.reset_attention_mask else None,
+            position_ids=positions - np.append(0, starts)[segments] if config.reset_position_ids else None,
+            segment_ids=segments.astype(np.int32) if config.reset_attention_mask else None,
         )
 
-    def _check_vocabulary(self, ids: np.ndarray, first: int) -> None:
+    def _read(self, first: int, last: int) -> np.ndarray:
+        """Tokens [first, last) of the stream, int64; all are in the vocabulary."""
+        ids = self.corpus.read(first, last).astype(np.int64)
         wrong = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
-        if not wrong.size:
-            return
-        raise DataError(
-            f"token id {ids[wrong[0]]} at position {first + wrong[0]} of {self.corpus.bin_file}",
-            why=f"the model's vocabulary has ids 0 to {self.vocab_size - 1}",
-            fix="set --vocab-size to the tokenizer's, or prepare the corpus with the model's tokenizer",
-        )
+        if wrong.size:
+            raise DataError(
+                f"token id {ids[wrong[0]]} at position {first + wrong[0]} of {self.corpus.bin_file}",
+                why=f"the model's vocabulary has ids 0 to {self.vocab_size - 1}",
+                fix="set --vocab-size to the tokenizer's, or prepare the corpus with the model's tokenizer",
+            )
+        return ids
 
 
 class AllWindows(GPTDataset):
@@ -121,20 +116,15 @@ class AllWindows(GPTDataset):
         """
         seq_length = self.config.seq_length
         first = min(self.start + index * seq_length, self.stop)
-        last = min(first + seq_length + 1, self.stop)
-        ids, count = np.zeros(0, dtype=np.int64), last - first
-        if count:
-            ids = self.corpus.read(first, last).astype(np.int64)
-            self._check_vocabulary(ids, first)
-        ids = np.pad(ids, (0, seq_length + 1 - count))
-        sample = self._sample(ids, first)
+        count = min(seq_length + 1, self.stop - first)
+        ids = self._read(first, first + count) if count else np.zeros(0, dtype=np.int64)
+        sample = self._sample(np.pad(ids, (0, seq_length + 1 - count)), first)
         sample.loss_mask[max(0, count - 1) :] = 0.0
         return sample
 
 
-@dataclass(frozen=True)
-class Permutation:
-    """A random permutation of [0, size) selected by a key; computed, not stored.
+def permuted(index: int, size: int, *, seed: int, epoch: int) -> int:
+    """Element `index` of a random permutation of [0, size), one per seed and epoch; computed, not stored.
 
     A Feistel network is a bijection of [0, 4**h) for any round function. Following its cycle until the value is below
     `size` restricts it to [0, size). With 4**h < 4 * size this takes fewer than four steps on average, so one index
@@ -143,39 +133,21 @@ class Permutation:
     Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), section 4. The round function is a keyed
     splitmix64 finalizer: it mixes well but is not a cipher.
 
-    >>> order = Permutation(5, seed=1, epoch=0)
-    >>> sorted(order[i] for i in range(5))
+    >>> sorted(permuted(index, 5, seed=1, epoch=0) for index in range(5))
     [0, 1, 2, 3, 4]
     """
-
-    size: int  # number of elements, at least 1
-    seed: int  # first half of the key
-    epoch: int  # second half of the key; every epoch has its own order
-
-    @cached_property
-    def _half_bits(self) -> int:
-        return max(1, ((self.size - 1).bit_length() + 1) // 2)
-
-    @cached_property
-    def _round_keys(self) -> tuple[int, ...]:
-        key = hashlib.blake2b(f"{self.seed} {self.epoch}".encode(), digest_size=8 * _ROUNDS).digest()
-        return struct.unpack(f"<{_ROUNDS}Q", key)
-
-    def __getitem__(self, index: int) -> int:
-        """The element at `index` of the permuted order."""
-        assert 0 <= index < self.size, f"index {index} is outside [0, {self.size}): the loop might not end"
-        value = self._feistel(index)
-        while value >= self.size:
-            value = self._feistel(value)
-        return value
-
-    def _feistel(self, value: int) -> int:
-        bits = self._half_bits
-        mask = (1 << bits) - 1
-        left, right = value >> bits, value & mask
-        for key in self._round_keys:
-            left, right = right, left ^ (_mix(right + key) & mask)
-        return left << bits | right
+    assert 0 <= index < size, f"index {index} is outside [0, {size}): the loop might not end"
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half_bits) - 1
+    key = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+    round_keys = struct.unpack(f"<{_ROUNDS}Q", key)
+    while True:
+        left, right = index >> half_bits, index & mask
+        for round_key in round_keys:
+            left, right = right, left ^ (_mix(right + round_key) & mask)
+        index = left << half_bits | right
+        if index < size:
+            return index
 
 
 def _mix(value: int) -> int:

@@ -1,6 +1,6 @@
 """Microbatches of one rank, loaded in this process or by worker processes.
 
-    MicrobatchSampler (indices) -> _BatchReader (samples, collated) in this process or in a worker -> Batch
+    all_microbatches (indices) -> _BatchReader (samples, collated) in this process or in a worker -> Batch
 
 A batch depends only on its sample indices. So a resume starts from another `consumed_samples`, and the number of
 workers changes time, never values.
@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from nanotrain.data.batch import Batch, Sample, SampleDataset, collate, split_sequences
 from nanotrain.data.blend import BlendedDataset
-from nanotrain.data.sampler import MicrobatchSampler, SamplerConfig
+from nanotrain.data.sampler import SamplerConfig, all_microbatches
 from nanotrain.data.worker import exit_with_parent
 from nanotrain.errors import EnvironmentFault, LocalFault, NanotrainError
 from nanotrain.runs.files import free_space
@@ -111,7 +111,7 @@ class GlobalBatchLoader(AbstractContextManager["GlobalBatchLoader"]):
         prefetch = -(-2 * self.sampler.num_microbatches // max(1, num_workers))
         loader = DataLoader(
             _BatchReader(self.dataset, skipped_samples),
-            batch_sampler=MicrobatchSampler(self.sampler, consumed_samples),
+            batch_sampler=all_microbatches(self.sampler, consumed_samples),
             collate_fn=_identity,
             worker_init_fn=_start_worker if num_workers else None,
             num_workers=num_workers,

@@ -87,16 +87,9 @@ def microbatch_samples(config: SamplerConfig, *, consumed_samples: int, microbat
     return [consumed_samples + position if position < size else ~consumed_samples for position in positions]
 
 
-@dataclass(frozen=True)
-class MicrobatchSampler:
-    """An endless batch sampler: the sample indices of every microbatch of a rank from `consumed_samples` on."""
-
-    config: SamplerConfig
-    consumed_samples: int
-
-    def __iter__(self) -> Iterator[list[int]]:
-        consumed = self.consumed_samples
-        while True:
-            for microbatch in range(self.config.num_microbatches_at(consumed)):
-                yield microbatch_samples(self.config, consumed_samples=consumed, microbatch=microbatch)
-            consumed += self.config.size_at(consumed)
+def all_microbatches(config: SamplerConfig, consumed_samples: int) -> Iterator[list[int]]:
+    """The sample indices of every microbatch of a rank from `consumed_samples` on, without an end."""
+    while True:
+        for microbatch in range(config.num_microbatches_at(consumed_samples)):
+            yield microbatch_samples(config, consumed_samples=consumed_samples, microbatch=microbatch)
+        consumed_samples += config.size_at(consumed_samples)

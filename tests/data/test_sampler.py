@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanotrain.config.schedules import Steps
-from nanotrain.data.sampler import MicrobatchSampler, SamplerConfig, microbatch_samples
+from nanotrain.data.sampler import SamplerConfig, all_microbatches, microbatch_samples
 from nanotrain.errors import ConfigError
 
 SIZES = st.integers(1, 6)
@@ -46,10 +46,10 @@ def test_resuming_goes_on_exactly_where_the_run_stopped(
     dp_size: int, micro: int, microbatches: int, steps: int
 ) -> None:
     config = SamplerConfig(dp_size - 1, dp_size, micro, dp_size * micro * microbatches)
-    uninterrupted = iter(MicrobatchSampler(config, 0))
+    uninterrupted = all_microbatches(config, 0)
     for _ in range(steps * config.num_microbatches):
         next(uninterrupted)
-    resumed = iter(MicrobatchSampler(config, steps * config.global_batch_size))
+    resumed = all_microbatches(config, steps * config.global_batch_size)
     for _ in range(2 * config.num_microbatches):
         assert next(resumed) == next(uninterrupted)
 
@@ -57,7 +57,7 @@ def test_resuming_goes_on_exactly_where_the_run_stopped(
 def test_batches_of_a_schedule_follow_each_other_and_each_has_its_size() -> None:
     """Sizes 4, 4, 6, 8: of the third the second rank's last microbatch is padding."""
     schedule = Steps(((0, 4), (8, 6), (14, 8)))
-    samplers = [iter(MicrobatchSampler(SamplerConfig(rank, 2, 2, 8, schedule), 0)) for rank in range(2)]
+    samplers = [all_microbatches(SamplerConfig(rank, 2, 2, 8, schedule), 0) for rank in range(2)]
     read = [[next(sampler) for _ in range(6)] for sampler in samplers]
     assert read[0] == [[0, 1], [4, 5], [8, 9], [12, 13], [14, 15], [18, 19]]
     assert read[1] == [[2, 3], [6, 7], [10, 11], [-9, -9], [16, 17], [20, 21]]
@@ -65,7 +65,7 @@ def test_batches_of_a_schedule_follow_each_other_and_each_has_its_size() -> None
 
 def test_microbatches_interleave_the_ranks() -> None:
     config = SamplerConfig(dp_rank=1, dp_size=2, micro_batch_size=2, global_batch_size=12)
-    batches = iter(MicrobatchSampler(config, 24))
+    batches = all_microbatches(config, 24)
     assert [next(batches) for _ in range(4)] == [[26, 27], [30, 31], [34, 35], [38, 39]]
 
 
