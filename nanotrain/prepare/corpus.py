@@ -78,7 +78,7 @@ def _prepare(
     num_parts = _write_missing(job, chunks or _stream(options), planned=chunks, workers=workers)
     needed = sum(file.stat().st_size for file in options.parts.iterdir() if file.suffix in (".bin", ".idx"))
     with disk_errors(bin_path(prefix), needed=needed, fix=CURE):
-        info = _merge(prefix, job, num_parts=num_parts, tokenizer=tokenizer, plan=_hash(plan))
+        info = _merge(job, num_parts=num_parts, tokenizer=tokenizer, plan=_hash(plan))
     print(f"{bin_path(prefix)}: {_summary(info)}")
 
 
@@ -167,14 +167,7 @@ def _plan_job(options: PrepareOptions, tokenizer: Tokenizer) -> PartJob:
     saved = tokenizer.save(options.parts / "tokenizer")
     dtype = smallest_dtype(tokenizer.vocab_size) if options.dtype == "auto" else np.dtype(options.dtype)
     check_dtype(dtype, tokenizer.vocab_size)
-    return PartJob(
-        options.parts,
-        tokenizer=saved if saved == "bytes" else str(options.parts / saved),
-        dtype=dtype.name,
-        column=options.text_column,
-        append_eod=options.append_eod,
-        limits=options.limits,
-    )
+    return PartJob(options, tokenizer=saved if saved == "bytes" else str(options.parts / saved), dtype=dtype.name)
 
 
 def _stream(options: PrepareOptions) -> Iterator[InputChunk]:
@@ -187,20 +180,22 @@ def _stream(options: PrepareOptions) -> Iterator[InputChunk]:
 
 def _write_missing(job: PartJob, chunks: Iterable[InputChunk], *, planned: tuple[InputChunk, ...], workers: int) -> int:
     """Write the missing parts; returns the number of all parts."""
-    missing = ((number, chunk) for number, chunk in enumerate(chunks) if not is_complete(job.folder, number))
-    complete = [chunk.num_bytes for number, chunk in enumerate(planned) if is_complete(job.folder, number)]
+    folder = job.options.parts
+    missing = ((number, chunk) for number, chunk in enumerate(chunks) if not is_complete(folder, number))
+    complete = [chunk.num_bytes for number, chunk in enumerate(planned) if is_complete(folder, number)]
     if complete:
         print(f"resuming: {len(complete)} of {len(planned)} parts are complete", flush=True)
     with progress("tokenizing", total=sum(chunk.num_bytes for chunk in planned) - sum(complete) or None) as advance:
         for num_bytes in write_parts(job, missing, workers=workers):
             advance(num_bytes)
-    return next(number for number in count() if not is_complete(job.folder, number))
+    return next(number for number in count() if not is_complete(folder, number))
 
 
-def _merge(prefix: Path, job: PartJob, *, num_parts: int, tokenizer: Tokenizer, plan: str) -> CorpusInfo:
-    with TokenWriter(prefix, np.dtype(job.dtype), scratch=job.folder) as writer:
+def _merge(job: PartJob, *, num_parts: int, tokenizer: Tokenizer, plan: str) -> CorpusInfo:
+    prefix, folder = job.options.output, job.options.parts
+    with TokenWriter(prefix, np.dtype(job.dtype), scratch=folder) as writer:
         for number in range(num_parts):
-            writer.append_pair(part_prefix(job.folder, number))
+            writer.append_pair(part_prefix(folder, number))
         if not writer.num_tokens:
             raise DataError(f"nothing was written to {prefix}", why="the input holds no text", fix="check --input")
         writer.complete()  # a full disk is found while the older pair is whole
@@ -211,7 +206,7 @@ def _merge(prefix: Path, job: PartJob, *, num_parts: int, tokenizer: Tokenizer, 
         saved = tokenizer.save(tokenizer_path(prefix))
         info = CorpusInfo(saved, tokenizer.vocab_size, tokenizer.eod, writer.num_documents, writer.num_tokens, plan)
         write_info(prefix, info)
-    remove_folder(job.folder)
+    remove_folder(folder)
     return info
 
 

@@ -26,7 +26,7 @@ from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.data.worker import exit_with_parent
 from nanotrain.errors import EnvironmentFault, NanotrainError
 from nanotrain.prepare.chunks import InputChunk
-from nanotrain.prepare.inputs import Limits
+from nanotrain.prepare.options import PrepareOptions
 from nanotrain.prepare.readers import DocumentReader
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.runs.files import disk_errors, disk_fault, make_folder, remove_folder, write_text
@@ -40,12 +40,9 @@ _INDEX_BYTES = 20  # bytes of a document in the index
 class PartJob:
     """How chunks become part files."""
 
-    folder: Path  # the folder of part files
+    options: PrepareOptions
     tokenizer: str  # what `load_tokenizer` takes
     dtype: str  # name of the token dtype
-    column: str = "text"  # field that holds the text
-    append_eod: bool = True  # end each document with the end-of-document token
-    limits: Limits = Limits()  # of documents and files
 
 
 def part_prefix(folder: Path, number: int) -> Path:
@@ -107,13 +104,14 @@ class PartWriter:
     """Writes part files; keeps the tokenizer and open datasets between chunks."""
 
     def __init__(self, job: PartJob) -> None:
-        self.job, self.reader = job, DocumentReader(job.column, job.limits)
+        self.job, self.reader = job, DocumentReader(job.options.text_column, job.options.limits)
         self.tokenizer = load_tokenizer(job.tokenizer)
-        self._eod = [self.tokenizer.eod] if job.append_eod and self.tokenizer.eod is not None else []
+        self._eod = [self.tokenizer.eod] if job.options.append_eod and self.tokenizer.eod is not None else []
 
     def write(self, number: int, chunk: InputChunk) -> None:
         """Tokenize one chunk into its part file."""
-        texts, prefix, dtype = self.reader.read(chunk), part_prefix(self.job.folder, number), np.dtype(self.job.dtype)
+        texts, prefix = self.reader.read(chunk), part_prefix(self.job.options.parts, number)
+        dtype = np.dtype(self.job.dtype)
         with TokenWriter(prefix, dtype) as writer:
             while some := _next_texts(texts):
                 # One text at a time keeps to one thread: the processes are the parallelism.
@@ -153,4 +151,4 @@ def _write_part(job: PartJob, numbered: tuple[int, InputChunk]) -> int | Nanotra
     except NanotrainError as error:
         return error
     except OSError as error:
-        return disk_fault(error, Path(error.filename or job.folder), fix=CURE)
+        return disk_fault(error, Path(error.filename or job.options.parts), fix=CURE)

@@ -11,36 +11,39 @@ import pytest
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.errors import DataError, EnvironmentFault
 from nanotrain.prepare.chunks import InputChunk
+from nanotrain.prepare.options import PrepareOptions
 from nanotrain.prepare.parts import PartJob, PartWriter, is_complete, open_parts, part_prefix, write_parts
 from nanotrain.runs import files
 from tests.runs.test_metrics_file import file_size_limit
 
 
-def _job(folder: Path) -> PartJob:
-    folder.mkdir(exist_ok=True)
-    return PartJob(folder, tokenizer="bytes", dtype="uint16")
+def _job(output: Path) -> PartJob:
+    """A job whose parts are in `output`.parts; the folder is there."""
+    options = PrepareOptions(("a",), output, "bytes")
+    options.parts.mkdir(exist_ok=True)
+    return PartJob(options, tokenizer="bytes", dtype="uint16")
 
 
 def test_parts_of_another_plan_are_deleted(tmp_path: Path) -> None:
-    open_parts(tmp_path / "p", {"inputs": 1})
+    open_parts(tmp_path / "p.parts", {"inputs": 1})
     chunk = InputChunk("texts", texts=("ab", "\ud800"))
     PartWriter(_job(tmp_path / "p")).write(0, chunk)
-    open_parts(tmp_path / "p", {"inputs": 1})
-    assert is_complete(tmp_path / "p", 0)
-    index, kept = tmp_path / "p" / "000000.idx", tmp_path / "kept"
+    open_parts(tmp_path / "p.parts", {"inputs": 1})
+    assert is_complete(tmp_path / "p.parts", 0)
+    index, kept = tmp_path / "p.parts" / "000000.idx", tmp_path / "kept"
     index.rename(kept)
-    assert not is_complete(tmp_path / "p", 0), "tokens without their index are those of a killed writer"
+    assert not is_complete(tmp_path / "p.parts", 0), "tokens without their index are those of a killed writer"
     kept.rename(index)
-    open_parts(tmp_path / "p", {"inputs": 2})
-    assert not is_complete(tmp_path / "p", 0)
+    open_parts(tmp_path / "p.parts", {"inputs": 2})
+    assert not is_complete(tmp_path / "p.parts", 0)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_every_chunk_becomes_its_part(tmp_path: Path, workers: int) -> None:
     chunks = [(number, InputChunk("texts", texts=("a" * number, "b"), num_bytes=number)) for number in range(7)]
-    assert sorted(write_parts(_job(tmp_path), chunks, workers=workers)) == list(range(7))
+    assert sorted(write_parts(_job(tmp_path / "p"), chunks, workers=workers)) == list(range(7))
     for number in range(7):
-        corpus = IndexedTokens(part_prefix(tmp_path, number))
+        corpus = IndexedTokens(part_prefix(tmp_path / "p.parts", number))
         assert corpus.num_documents == (2 if number else 1)
         assert corpus.num_tokens == number + (3 if number else 2)
 
@@ -55,14 +58,14 @@ def test_an_error_of_a_worker_arrives_as_it_was_raised(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    job = PartJob(tmp_path / "missing", tokenizer="bytes", dtype="uint16")
-    with pytest.raises(EnvironmentFault, match="missing does not exist any more"):
+    job = PartJob(PrepareOptions(("a",), tmp_path / "missing", "bytes"), tokenizer="bytes", dtype="uint16")
+    with pytest.raises(EnvironmentFault, match=r"missing\.parts does not exist any more"):
         list(write_parts(job, [(0, InputChunk("texts", texts=("a",)))], workers=1))
 
 
 def test_a_part_that_does_not_fit_is_an_error_with_its_bytes(tmp_path: Path) -> None:
     """Raised while the part still takes its space: the free bytes are those that were too few."""
-    writer, chunk = PartWriter(_job(tmp_path)), InputChunk("texts", texts=("abcd" * 100,))
+    writer, chunk = PartWriter(_job(tmp_path / "p")), InputChunk("texts", texts=("abcd" * 100,))
     larger = InputChunk("texts", texts=("abcd" * 5000,))
     for full, needed in ((chunk, 822), (larger, 40002)):  # with its index, and before all is encoded
         taken: list[str] = []
@@ -75,9 +78,9 @@ def test_a_part_that_does_not_fit_is_an_error_with_its_bytes(tmp_path: Path) -> 
             patch.setattr(files, "free_space", no_space)
             with pytest.raises(EnvironmentFault, match=f"000000.bin cannot .* {needed:,} bytes needed, none free"):
                 writer.write(0, full)
-        assert taken and not list(tmp_path.iterdir())
+        assert taken and not list((tmp_path / "p.parts").iterdir())
     writer.write(0, chunk)
-    assert IndexedTokens(part_prefix(tmp_path, 0)).num_tokens == 401
+    assert IndexedTokens(part_prefix(tmp_path / "p.parts", 0)).num_tokens == 401
 
 
 def test_a_killed_worker_is_one_clear_error(tmp_path: Path) -> None:
@@ -90,7 +93,7 @@ def test_a_killed_worker_is_one_clear_error(tmp_path: Path) -> None:
             yield number, InputChunk("texts", texts=("a" * 1000,))
 
     with pytest.raises(EnvironmentFault, match="tokenizing process was killed.*fewer --workers"):
-        list(write_parts(_job(tmp_path), chunks(), workers=1))
+        list(write_parts(_job(tmp_path / "p"), chunks(), workers=1))
 
 
 def _workers() -> list[int]:
