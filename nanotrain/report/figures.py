@@ -114,8 +114,7 @@ def expert_figures(run: RunHistory) -> list[Figure]:
 
 def memory_figure(runs: Sequence[RunHistory]) -> Figure | None:
     """Planned memory per rank by part, one bar per run; None where no run has a plan."""
-    plans = [(run.name, run.environment.get("memory")) for run in runs]
-    planned = [(name, plan) for name, plan in plans if isinstance(plan, dict)]
+    planned = [(run.name, run.environment["memory"]) for run in runs if "memory" in run.environment]
     if not planned:
         return None
     data = []

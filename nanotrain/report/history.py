@@ -123,8 +123,7 @@ class RunHistory:
     @property
     def world_size(self) -> int:
         """Ranks of the newest process group; 1 where unknown."""
-        size = self.environment.get("world_size")
-        return size if isinstance(size, int) and size > 0 else 1
+        return int(self.environment.get("world_size", 1))
 
     @property
     def num_steps(self) -> int:
@@ -220,6 +219,8 @@ FACTS: dict[str, Callable[[Any], bool]] = {
     "world_size": lambda value: type(value) is int and 1 <= value <= MAX_RANKS,
     "memory": lambda value: isinstance(value, dict) and all(map(_size, value.values())),
     "origins": lambda value: isinstance(value, dict) and all(isinstance(each, str) for each in value.values()),
+    "packages": lambda value: isinstance(value, dict),
+    "command": lambda value: isinstance(value, list),
 }
 
 

@@ -8,10 +8,10 @@ GET /summary           JSON: the summary, and the versions of the runs; the page
 import json
 import re
 import sys
+import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock, Semaphore
 from typing import Any
 
 from nanotrain.errors import EnvironmentFault, NanotrainError
@@ -23,7 +23,8 @@ from nanotrain.untrusted import open_file
 
 LOCALHOST = "127.0.0.1"  # never another address: a run's configuration and texts are not for everyone
 HOSTS = r"(127\.0\.0\.1|localhost)(:\d{1,5})?"
-TIMEOUT_S, MAX_CONNECTIONS = 10.0, 32
+MAX_THREADS = 32  # of the process, its connections among them
+TIMEOUT_S = 10.0  # of a connection that sends nothing
 MOST_BYTES = 1 << 22  # of rows in one reply
 
 
@@ -58,23 +59,13 @@ def _version(folder: Path) -> str:
 
 
 class _Server(ThreadingHTTPServer):
-    """A server of few connections at a time; others are closed."""
-
-    def __init__(self, *args: Any) -> None:
-        self._free = Semaphore(MAX_CONNECTIONS)
-        super().__init__(*args)
+    """A server of few connections at a time, each a thread; others are closed."""
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
+        if threading.active_count() < MAX_THREADS:
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), OSError):  # a client that has left
@@ -91,7 +82,7 @@ def open_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
         RunHistory.read(folder)
 
     class Handler(BaseHTTPRequestHandler):
-        timeout = TIMEOUT_S  # of a connection that sends nothing
+        timeout = TIMEOUT_S
 
         def do_GET(self) -> None:
             status = 200
@@ -116,7 +107,7 @@ def open_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
         def log_message(self, format: str, *args: object) -> None:
             """Visits are not logged."""
 
-    drawing = Lock()
+    drawing = threading.Lock()
     try:
         return _Server((LOCALHOST, port), Handler)
     except OSError as error:

@@ -13,6 +13,7 @@ from nanotrain.report.history import RunHistory, Start
 
 Row = Sequence[str]
 TASKS = re.compile(r"evaluation\.task/(.+)/accuracy")
+SHOWN_ELSEWHERE = ("origins", "memory", "layout", "parameters", "active_parameters", "packages")
 NEWEST_ROWS = 100  # whose median is the speed
 
 
@@ -137,17 +138,10 @@ def environment_table(runs: Sequence[RunHistory]) -> str:
 
 def _flat_environment(environment: dict[str, Any]) -> dict[str, str]:
     """By name and by package; without what other tables and charts show."""
-    flat = {
-        name: value
-        for name, value in environment.items()
-        if name not in ("origins", "memory", "layout", "parameters", "active_parameters")
-    }
-    if isinstance(packages := flat.get("packages"), dict):
-        del flat["packages"]
-        flat |= packages
-    if isinstance(command := flat.get("command"), list):
-        flat["command"] = " ".join(map(str, command))
-    return {name: _text(value) for name, value in flat.items()}
+    flat = {name: value for name, value in environment.items() if name not in SHOWN_ELSEWHERE}
+    if "command" in flat:
+        flat["command"] = " ".join(map(str, flat["command"]))
+    return {name: _text(value) for name, value in (flat | environment.get("packages", {})).items()}
 
 
 def _text(value: Any) -> str:

@@ -38,24 +38,15 @@ class RankStep:
     step: int
     duration_us: float
     compute: Spans
-    communication: Spans
+    hidden: Spans  # communication while the rank computes
+    exposed: Spans  # communication while it does not
     copies: Spans
     on_device: bool  # read from GPU kernels
 
     @property
-    def hidden(self) -> Spans:
-        """Communication while the rank computes."""
-        return overlap(self.communication, self.compute)
-
-    @property
-    def exposed(self) -> Spans:
-        """Communication while the rank does not compute."""
-        return without(self.communication, self.compute)
-
-    @property
     def idle_us(self) -> float:
         """Time in which no lane has anything."""
-        busy = union(np.concatenate([self.compute, self.communication, self.copies]))
+        busy = union(np.concatenate([self.compute, self.exposed, self.copies]))
         return max(0.0, self.duration_us - length(busy))
 
 
@@ -125,10 +116,11 @@ def read_step(path: Path, *, rank: int, step: int | None = None) -> RankStep:
         why, fix = "it has neither kernels nor operators", "profile a run with --profile"
         raise EnvironmentFault(f"{path} shows no work", why=why, fix=fix)
     start, end = float(bounds[:, 0].min()), float(bounds[:, 1].max())
-    parts = {kind: clip(union(spans), start=start, end=end) for kind, spans in lanes.items()}
+    compute, communication, copies = (clip(union(spans), start=start, end=end) for spans in lanes.values())
     if not on_device:  # on a CPU copies are operators too
-        parts["compute"] = without(parts["compute"], parts["copies"])
-    return RankStep(rank, number, end - start, **parts, on_device=on_device)
+        compute = without(compute, copies)
+    hidden, exposed = overlap(communication, compute), without(communication, compute)
+    return RankStep(rank, number, end - start, compute, hidden, exposed, copies, on_device)
 
 
 def _lanes(events: list[dict[str, Any]]) -> tuple[dict[str, np.ndarray], bool]:

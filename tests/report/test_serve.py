@@ -77,7 +77,7 @@ def test_errors_come_before_the_server(folder: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def port(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(serve, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(serve, "MAX_THREADS", threading.active_count() + 1 + 4)  # the server, and four connections
     monkeypatch.setattr(serve, "TIMEOUT_S", 1.0)
     with open_server([folder], 0) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()

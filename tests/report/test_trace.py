@@ -32,7 +32,6 @@ def test_a_gpu_step_is_read_from_its_kernels(tmp_path):
     step = read_step(write_trace(tmp_path, gpu_events(), rank=3), rank=3)
     assert (step.rank, step.step, step.duration_us, step.on_device) == (3, 5, 1000, True)
     assert step.compute.tolist() == [[0, 400], [500, 700]]
-    assert step.communication.tolist() == [[300, 600], [800, 900]]
     assert step.copies.tolist() == [[720, 740]]
     assert step.hidden.tolist() == [[300, 400], [500, 600]]
     assert step.exposed.tolist() == [[400, 500], [800, 900]]
@@ -41,7 +40,7 @@ def test_a_gpu_step_is_read_from_its_kernels(tmp_path):
 
 def test_an_earlier_step_of_the_trace(tmp_path):
     step = read_step(write_trace(tmp_path, gpu_events()), rank=0, step=4)
-    assert (step.step, step.duration_us, len(step.communication)) == (4, 890, 0)
+    assert (step.step, step.duration_us, len(step.hidden) + len(step.exposed)) == (4, 890, 0)
 
 
 def test_a_cpu_step_is_read_from_operators_and_gloo(tmp_path):
@@ -59,8 +58,8 @@ def test_a_cpu_step_is_read_from_operators_and_gloo(tmp_path):
     ]
     step = read_step(write_trace(tmp_path, events), rank=0)
     assert step.compute.tolist() == [[10, 28], [95, 100]]  # without the copy, ends with the step
-    assert step.copies.tolist() == [[28, 30]] and step.communication.tolist() == [[20, 60]]
-    assert length(step.hidden) == 8 and not step.on_device
+    assert step.copies.tolist() == [[28, 30]] and not step.on_device
+    assert step.hidden.tolist() == [[20, 28]] and step.exposed.tolist() == [[28, 60]]
 
 
 def test_a_trace_without_marks_is_one_step(tmp_path):
