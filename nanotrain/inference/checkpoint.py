@@ -56,11 +56,6 @@ class OpenedCheckpoint:
     manifest: Manifest | None = field(default=None, repr=False)  # None: the weights are a Hugging Face folder's
     prefix: str = PREFIX  # of the names of the weights that are read
 
-    @property
-    def is_hugging_face(self) -> bool:
-        """Whether the weights are a Hugging Face folder's."""
-        return self.manifest is None
-
     def with_model(self, model_config: ModelConfig) -> Self:
         """The checkpoint as one of a model that differs in the padding of its vocabulary alone."""
         return replace(self, config=replace(self.config, model=model_config))
@@ -160,7 +155,7 @@ def tokenizer_name(checkpoint: OpenedCheckpoint) -> str | None:
     the first corpus of --data-path, else that of the quick-start corpus.
     """
     data = checkpoint.config.data
-    if checkpoint.is_hugging_face:
+    if checkpoint.manifest is None:
         return data.tokenizer_model
     stored = RunFolder(checkpoint.path.parent.parent).tokenizer
     if checkpoint.path.parent.name == "checkpoints" and (stored / SETTINGS).is_file():
@@ -173,7 +168,7 @@ def tokenizer_name(checkpoint: OpenedCheckpoint) -> str | None:
 
 def why_unknown(checkpoint: OpenedCheckpoint) -> str:
     """Why `tokenizer_name` is None."""
-    if checkpoint.is_hugging_face:
+    if checkpoint.manifest is None:
         return f"there is none of {', '.join(VOCABULARY_FILES)} in the folder"
     paths = first_blend(checkpoint.config.data)
     prefix = parse_data_path(paths)[0].prefix if paths else None

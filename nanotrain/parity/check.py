@@ -64,6 +64,7 @@ from nanotrain.train.step import train_step
 NOISE_FLOOR = 0.01
 # A rank that lost its peer fails this much later, so that the failure of the peer is found first.
 SECOND_FAILURE_S = 1.0
+TIMEOUT_S = 300.0  # of a collective that waits for a slow or lost rank
 REFUSED = 2  # exit code of a rank that has written its error
 Tensors = dict[TensorBox, Tensor]
 
@@ -292,16 +293,13 @@ def _are_read_once(records: Sequence[Record], config: Config) -> bool:
     return batches == [list(range(first, end)) for first, end in pairwise(ends)]
 
 
-def run_local_ranks(
-    topology: Topology, function: Callable[..., Any], *, arguments: Sequence[Any] = (), timeout_s: float = 300.0
-) -> list[Any]:
+def run_local_ranks(topology: Topology, function: Callable[..., Any], *, arguments: Sequence[Any] = ()) -> list[Any]:
     """Call `function(context, *arguments)` on every rank of a new world of local CPU processes.
 
     Args:
         topology: topology of the world.
         function: module-level function, whose arguments and results must be picklable.
         arguments: arguments of every rank.
-        timeout_s: seconds that a collective waits for a slow or lost rank.
 
     Returns:
         The results, by rank.
@@ -318,8 +316,7 @@ def run_local_ranks(
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # names each rank that it ends
     with TemporaryDirectory(prefix="nanotrain-ranks-") as folder:
         path, num_ranks = Path(folder), topology.world_size  # one file per rank: its result or its error
-        task = partial(_run_rank, folder=path, topology=topology, timeout_s=timeout_s)
-        task = partial(task, function=function, arguments=list(arguments))
+        task = partial(_run_rank, folder=path, topology=topology, function=function, arguments=list(arguments))
         try:
             start_processes(task, (), num_ranks, daemon=True, start_method="forkserver")
         except ProcessRaisedException as error:
@@ -338,17 +335,17 @@ def _read(path: Path) -> Any:
 
 
 def _run_rank(
-    rank: int, *, folder: Path, topology: Topology, timeout_s: float, function: Callable[..., Any], arguments: list[Any]
+    rank: int, *, folder: Path, topology: Topology, function: Callable[..., Any], arguments: list[Any]
 ) -> None:
     """Run one rank in this process, write its result or its error, and exit."""
     torch.set_num_threads(1)
     start_logging(is_first=rank == 0, level=logging.ERROR)
     try:
-        size, timeout = topology.world_size, timedelta(seconds=timeout_s)
+        size, timeout = topology.world_size, timedelta(seconds=TIMEOUT_S)
         if size > 1:
             url = f"file://{folder / 'rendezvous'}"
             dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size, timeout=timeout)
-        context = ParallelContext.attach(topology, timeout_s=timeout_s)
+        context = ParallelContext.attach(topology, timeout_s=TIMEOUT_S)
         result, code = function(context, *arguments), 0
         barrier(context.control)  # no rank exits while another one still reads from it
     except NanotrainError as error:

@@ -113,12 +113,9 @@ def shrink_memory(memory: MemoryConfig, parallel: ParallelConfig, *, num_layers:
     """The memory section for a small model of `num_layers`: the same recomputation, nothing offloaded."""
     num_stages = parallel.pipeline_model_parallel_size * parallel.num_virtual_stages_per_pipeline_rank
     group = memory.recompute_num_layers
-    return replace(
-        memory,
-        recompute_num_layers=None if group is None else min(group, max(1, num_layers // num_stages)),
-        cpu_offloading=False,
-        cpu_offloading_num_layers=0,
-    )
+    if group is not None:
+        group = min(group, max(1, num_layers // num_stages))
+    return replace(memory, recompute_num_layers=group, cpu_offloading=False, cpu_offloading_num_layers=0)
 
 
 def shrink_optim(optim: OptimConfig) -> OptimConfig:

@@ -18,8 +18,7 @@ from nanotrain.quantities import table_lines
 from nanotrain.topology.groups import GroupName, Ranks
 from nanotrain.topology.topology import Topology
 
-LOST, UNKNOWN = "lost", "no reply"
-STATES = {"T": "stopped", "R": "running", "S": "sleeping", "D": "waiting for a disk", "": LOST, "?": UNKNOWN}
+STATES = {"T": "stopped", "R": "running", "S": "sleeping", "D": "waiting for a disk", "": "lost", "?": "no reply"}
 CAUSES = {  # by state, the likeliest first
     "": "ended without an error message: it was killed, or its machine ran out of memory",
     "T": "is stopped (SIGSTOP, a debugger, or a suspended container)",
