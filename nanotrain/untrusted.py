@@ -17,7 +17,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -179,15 +179,11 @@ def depth_of(value: Any) -> int:
     >>> depth_of({"a": [1, {"b": []}]})
     4
     """
-    depth, level = 0, [value] if isinstance(value, dict | list) else []
-    while level:
+    depth, level = 0, [value]
+    while level := [each for each in level if isinstance(each, dict | list)]:
         depth += 1
-        level = [inner for outer in level for inner in _members(outer) if isinstance(inner, dict | list)]
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
     return depth
-
-
-def _members(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
 
 
 def whole_number(value: Any, field: str, *, low: int = 0, high: int = LARGEST) -> int:

@@ -57,10 +57,8 @@ def prepare_parser() -> CommandParser:
     parser = CommandParser("prepare", prepare)
     verify_help = "only compare every token of PREFIX.bin with its checksums"
     parser.add_argument("--verify", action=Verify, metavar="PREFIX", help=verify_help)
-    limits = Limits()
-    parser.set_defaults(
-        workers=usable_cores(), max_document_bytes=limits.document_bytes, max_inflation=limits.inflation
-    )
+    limits = {"max_document_bytes": Limits.document_bytes, "max_inflation": Limits.inflation}
+    parser.set_defaults(workers=usable_cores(), **limits)
     return parser
 
 
@@ -241,7 +239,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except NanotrainError as error:
         return print_error(error, quiet=os.environ.get("RANK", "0") != "0")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

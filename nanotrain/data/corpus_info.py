@@ -61,8 +61,7 @@ def read_info(prefix: Path) -> CorpusInfo:
 
 def write_info(prefix: Path, info: CorpusInfo) -> None:
     """Write the info of a corpus, atomically."""
-    path = _info_path(prefix)
-    write_text(path, json.dumps(asdict(info), indent=2) + "\n")
+    write_text(_info_path(prefix), json.dumps(asdict(info), indent=2) + "\n")
 
 
 def recorded_tokenizer(prefix: Path | str) -> str | None:

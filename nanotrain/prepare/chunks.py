@@ -67,10 +67,7 @@ def plan_chunks(inputs: Sequence[str], *, subset: str | None, split: str) -> tup
     chunk_bytes = min(max(sum(sizes) // _NUM_CHUNKS, _MIN_BYTES), _MAX_BYTES)
     chunks: list[InputChunk] = []
     for name, paths in zip(inputs, expanded, strict=True):
-        if paths is None:
-            chunks += _split_rows(HubDataset(name, subset, split))
-        else:
-            chunks += _split_files(paths, chunk_bytes)
+        chunks += _split_rows(HubDataset(name, subset, split)) if paths is None else _split_files(paths, chunk_bytes)
     if not chunks:
         raise DataError(f"{', '.join(inputs)} holds no text", why="every file is empty", fix="give files with text")
     return tuple(chunks)

@@ -1,11 +1,12 @@
 """Read the documents of a chunk: one function per kind of input."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from nanotrain.errors import DataError
 from nanotrain.prepare.chunks import InputChunk
-from nanotrain.prepare.inputs import HubDataset, Limits, load_rows, open_input
+from nanotrain.prepare.inputs import Limits, load_rows, open_input
 from nanotrain.untrusted import parse_json
 
 _ROWS_PER_READ = 256
@@ -20,7 +21,7 @@ class DocumentReader:
 
     def __init__(self, column: str, limits: Limits | None = None) -> None:
         self.column, self.limits = column, limits or Limits()
-        self._rows: dict[HubDataset, Any] = {}
+        self.rows = cache(load_rows)  # of a dataset, loaded on first use
 
     def read(self, chunk: InputChunk) -> Iterator[str]:
         """The documents of a chunk, in order, without empty ones; lone surrogates become question marks.
@@ -32,12 +33,6 @@ class DocumentReader:
             self.limits.check_document(", ".join(chunk.files) or "the dataset", len(text))
             if text:  # JSON can hold lone surrogates, which no tokenizer can encode
                 yield text.encode("utf-8", "replace").decode()
-
-    def rows(self, dataset: HubDataset) -> Any:
-        """The rows of a dataset, loaded on first use."""
-        if dataset not in self._rows:
-            self._rows[dataset] = load_rows(dataset)
-        return self._rows[dataset]
 
 
 def pick_text(row: Mapping[str, Any], column: str, *, source: str, columns: Sequence[str] | None = None) -> str:

@@ -102,8 +102,7 @@ def write_text(path: Path, text: str, *, fix: str = OTHER_FOLDER) -> None:
     Raises:
         EnvironmentFault: it cannot be written; the old file is unchanged.
     """
-    data = text.encode("utf-8", "backslashreplace")
-    write_bytes(path, data, fix=fix)
+    write_bytes(path, text.encode("utf-8", "backslashreplace"), fix=fix)
 
 
 def write_bytes(path: Path, data: bytes, *, fix: str = OTHER_FOLDER) -> None:

@@ -157,10 +157,9 @@ def check_writable(path: Path, *, name: str, fix: str) -> None:
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def _git_revision() -> str | None:
@@ -169,8 +168,6 @@ def _git_revision() -> str | None:
     if not (tree / ".git").exists():  # another project's tree may hold the installed package
         return None
     command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
+    with suppress(OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.strip() or None
+    return None

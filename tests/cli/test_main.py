@@ -14,7 +14,7 @@ from nanotrain.config.load import load_config, to_yaml
 
 
 def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "nanotrain.cli.main", *argv]
+    command = [sys.executable, "-m", "nanotrain", *argv]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
 
 
@@ -157,7 +157,7 @@ def test_a_reader_that_has_gone_is_no_mistake(argv):
     reader, writer = os.pipe()
     os.close(reader)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    command = [sys.executable, "-m", "nanotrain.cli.main", *argv]
+    command = [sys.executable, "-m", "nanotrain", *argv]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
