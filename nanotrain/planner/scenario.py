@@ -46,9 +46,10 @@ class Engine:
     overlaps_params: bool | None = None  # gathers overlap with the first forward; None: as configured
     splits_by_weights: bool = False  # stages have equal shares of the products' weights, the head included
     zero_all_reduces: bool = False  # ZeRO-1 all-reduces gradients
+    gather_factor: float = 1.0  # time of gathers of updated parameters relative to an all-gather
     gather_copy_s: float = 0.0  # host time per parameter and rank to copy gathered parameters (ZeRO-1)
     kernel_factor: float = 1.0  # time of its operators relative to the best known
-    slow_transfer: tuple[float, float, float] | None = None  # nodes and pipeline ranks from which a transfer takes s
+    slow_transfer: tuple[float, float] | None = None  # nodes of a run from which on a transfer takes so many seconds
     # time lost per collective and rank of tp: on the host while other nodes hold other pipeline ranks, and on the
     # device where the ranks of tp are on several nodes
     stall_s: tuple[float, float] = (0.0, 0.0)
@@ -143,11 +144,11 @@ def _with_link(gpu: GPU, link: tuple[float, float]) -> GPU:
 
 
 def _lengths_by_weights(shape: ModelShape, num_ranks: int) -> list[int]:
-    """Layers of every rank; a layer goes to the rank in whose share of the weights it ends."""
+    """Layers of every rank; a rank gets layers until they exceed its share of the weights (nanotron, build_model)."""
     layer = 2 * shape.hidden_size * (shape.num_heads + shape.query_groups) * shape.head_dim
     layer += (2 + shape.is_gated) * shape.hidden_size * shape.ffn_size
     total = shape.num_layers * layer + shape.vocab_size * shape.hidden_size
-    ends = [min(shape.num_layers, total * (rank + 1) // num_ranks // layer) for rank in range(num_ranks)]
+    ends = [min(shape.num_layers, total * (rank + 1) // num_ranks // layer + 1) for rank in range(num_ranks)]
     return [end - start for start, end in pairwise([0, *ends])]
 
 

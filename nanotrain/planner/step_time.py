@@ -189,19 +189,18 @@ class StepClock:
         finish, waits = [0.0] * shape.num_ranks, [0.0] * shape.num_ranks
         starts, ends = [0.0] * len(steps), [0.0] * len(steps)
         for place, (rank, (kind, stage, _), needs, sends) in enumerate(steps):
-            starts[place] = max(finish[rank], ends[needs] + transfer) if needs >= 0 else finish[rank]
-            ends[place] = finish[rank] = starts[place] + self.durations[stage, kind]
-            if sends:
-                finish[rank] += blocked
-                waits[rank] += blocked
+            start = max(finish[rank], ends[needs] + transfer - blocked) + blocked if needs >= 0 else finish[rank]
+            starts[place], ends[place] = start, start + self.durations[stage, kind]
+            finish[rank] = ends[place] + blocked * sends
+            waits[rank] += blocked * (sends + (needs >= 0))
         return Run(steps, starts, ends, finish, waits)
 
     @cached_property
     def transfer_s(self) -> float:
         """Seconds of a transfer of hidden states between neighbouring pipeline ranks."""
         slow, layers = self.scenario.engine.slow_transfer, self.stages.layers
-        if slow and self.scenario.world_size >= slow[0] * self.gpu.gpus_per_node and self.shape.num_ranks >= slow[1]:
-            return slow[2]
+        if slow and self.scenario.world_size >= slow[0] * self.gpu.gpus_per_node:
+            return slow[1]
         num_bytes = layers.outside * layers.width
         return collective_s(self.gpu, "p2p", num_bytes=num_bytes, ranks=self.scenario.ranks("pp")[:2])
 
@@ -220,7 +219,7 @@ class StepClock:
         gathers = 0.0
         if stages.strategy in ("optim", "optim_grads") and shards[0] > 1:
             gathers = stages.collective_s("all_gather", numel, itemsize=stages.precision.params.itemsize)
-            gathers += numel.tensors * shards[0] * engine.gather_copy_s
+            gathers = engine.gather_factor * gathers + numel.tensors * shards[0] * engine.gather_copy_s
             if stages.overlaps("params"):
                 number = max(1, round(sum(numel[:2]) / self._bucket_numel))
                 first = sum(self.durations[spec.index, ActionKind.forward] for spec in scenario.stages[rank])
