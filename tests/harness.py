@@ -13,11 +13,13 @@ forked from a server that has imported torch but not used it, so four ranks cost
 no port is needed. Each has one OpenMP thread (forked children with more hang).
 """
 
+import copyreg
 import faulthandler
 import functools
 import gc
 import importlib.util
 import inspect
+import io
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -348,7 +350,7 @@ def _reply(world: _World, rank: int, payload: bytes, *, begin: Callable[[], None
         ctx = ParallelContext.attach(Topology.of(parallel, world.size), timeout_s=_COLLECTIVES_S)
         coords = ctx.coords_text
         begin()
-        result = pickle.dumps(inspect.unwrap(function)(ctx, *args))
+        result = _pickled(inspect.unwrap(function)(ctx, *args))
         barrier(ctx.control)  # no rank exits while another one still reads from it
         return Reply("result", coords, result=result)
     except pytest.skip.Exception as skip:
@@ -356,6 +358,26 @@ def _reply(world: _World, rank: int, payload: bytes, *, begin: Callable[[], None
     except BaseException as error:
         is_caused = isinstance(error, EnvironmentFault) or type(error).__name__ == "Abandoned"
         return Reply("peer_failure" if is_caused else "failure", coords, _traceback(error))
+
+
+def _pickled(result: Any) -> bytes:
+    """A rank's result, with the bytes of each tensor: torch's own way takes 0.2 ms a tensor, ten times as long."""
+    import torch
+
+    def take_apart(tensor: torch.Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        content = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor, (content, tensor.dtype, tuple(tensor.shape))
+
+    pickler = pickle.Pickler(stream := io.BytesIO(), pickle.HIGHEST_PROTOCOL)
+    pickler.dispatch_table = copyreg.dispatch_table | {torch.Tensor: take_apart}  # type: ignore[attr-defined]
+    pickler.dump(result)
+    return stream.getvalue()
+
+
+def _tensor(content: bytes, dtype: Any, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    return torch.frombuffer(bytearray(content), dtype=dtype).view(shape) if content else torch.empty(shape, dtype=dtype)
 
 
 def _traceback(error: BaseException) -> str:

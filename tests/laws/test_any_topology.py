@@ -17,7 +17,7 @@ from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.worlds import Case, build_here
 
 MODEL = {
-    "num_layers": 4,
+    "num_layers": 2,
     "num_experts": 4,
     "moe_layer_freq": "2",
     "moe_router_score_function": "sigmoid",
@@ -43,7 +43,11 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "pp2 vpp2 cp2": (
         4,
         {"strategy": "no_shard", "pp": 2, "cp": 2},
-        {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2},
+        {
+            "pipeline_schedule": "interleaved",
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "pipeline_model_parallel_layout": "Et|t|m|L",
+        },
     ),
 }
 

@@ -47,19 +47,19 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.parametrize(("strategy", "dtype"), PRECISIONS)
-def test_five_and_five_steps_are_ten(tmp_path: Path, strategy: str, dtype: str) -> None:
-    how = f"{TEN} --micro-batch-size 3 --params-dtype {dtype} --data-parallel-sharding-strategy {strategy}"
+def test_three_and_three_steps_are_six(tmp_path: Path, strategy: str, dtype: str) -> None:
+    how = f"--train-iters 6 --micro-batch-size 3 --params-dtype {dtype} --data-parallel-sharding-strategy {strategy}"
     how += " --overlap-grad-reduce --ema-decay 0.8"
     if dtype == "fp16":  # overflows and a growing scale before and after the stop
         how += " --initial-loss-scale 2097152 --hysteresis 1 --loss-scale-window 2"
     full, halves = tmp_path / "full", tmp_path / "halves"
-    stopping = arguments(halves, how, "--exit-interval 5")
+    stopping = arguments(halves, how, "--exit-interval 3")
 
     run_ranks(2, run_command_lines, arguments(full, how), stopping, stopping, strategy=strategy)
 
     skipped = [step["skipped"] for step in steps_of(full)]
-    assert len(skipped) == 10
-    assert [any(skipped[:5]), any(skipped[5:])] == [dtype == "fp16"] * 2
+    assert len(skipped) == 6
+    assert [any(skipped[:3]), any(skipped[3:])] == [dtype == "fp16"] * 2
     assert_same_to_the_bit(halves, full)
 
 
@@ -83,7 +83,7 @@ def test_a_killed_run_repeats_the_steps_after_its_last_checkpoint(tmp_path: Path
     assert sorted(path.name for path in saved.parent.iterdir()) == ["step-00000004", "step-00000010"]
 
 
-LAYOUTS = {  # ranks and arguments of the last four of eight steps
+LAYOUTS = {  # ranks and arguments of the last two of six steps
     "one rank": (1, ""),
     "three ranks": (3, ""),
     "four ranks, another micro batch": (4, "--micro-batch-size 1"),
@@ -99,22 +99,22 @@ LAYOUTS = {  # ranks and arguments of the last four of eight steps
 
 @pytest.fixture(scope="module")
 def half_done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two runs on two ranks: `half`, stopped after four of eight steps, and `full`."""
+    """A folder with two runs on two ranks: `half`, stopped after four of six steps, and `full`."""
     folder = tmp_path_factory.mktemp("layouts")
-    stopping = arguments(folder / "half", TEN, "--train-iters 8 --exit-interval 4")
-    run_ranks(2, run_command_lines, arguments(folder / "full", TEN, "--train-iters 8"), stopping, strategy="optim")
+    stopping = arguments(folder / "half", TEN, "--train-iters 6 --exit-interval 4")
+    run_ranks(2, run_command_lines, arguments(folder / "full", TEN, "--train-iters 6"), stopping, strategy="optim")
     return folder
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_resumes_in_another_layout(tmp_path: Path, half_done: Path, layout: str) -> None:
     num_ranks, how = LAYOUTS[layout]
-    start = f"--train-iters 8 --load {half_done / 'half'}"
+    start = f"--train-iters 6 --load {half_done / 'half'}"
 
     run_ranks(num_ranks, run_command_lines, arguments(tmp_path / "run", TEN, start, how))
 
     resumed, full = steps_of(tmp_path / "run"), steps_of(half_done / "full")[4:]
-    assert [step["step"] for step in resumed] == [5, 6, 7, 8]
+    assert [step["step"] for step in resumed] == [5, 6]
     for name in ("loss", "grad_norm"):
         assert [step[name] for step in resumed] == pytest.approx([step[name] for step in full], rel=1e-5)
     assert [step["consumed_samples"] for step in resumed] == [step["consumed_samples"] for step in full]
@@ -127,19 +127,19 @@ def test_a_run_from_hugging_face_weights_resumes(tmp_path: Path) -> None:
     LlamaForCausalLM(LlamaConfig(**shape, **heads)).save_pretrained(tmp_path / "llama")
     write_tokens(tmp_path / "tokens", np.random.default_rng(0).integers(0, 500, 7000).astype(np.uint16))
     line = f"""+config=tiny --pretrained-checkpoint {tmp_path / "llama"} --data-path {tmp_path / "tokens"}
-        --split 1,0,0 data.shuffle=false --seq-length 64 --micro-batch-size 2 --global-batch-size 8 --train-iters 6
+        --split 1,0,0 data.shuffle=false --seq-length 64 --micro-batch-size 2 --global-batch-size 8 --train-iters 3
         --lr 1e-2 --lr-decay-style constant --lr-warmup-iters 0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95
         --clip-grad 0.5 --eval-interval 0 --save-interval 3 --seed 1 precision.params_dtype=fp32
         --data-parallel-sharding-strategy optim_grads train.run_dir={tmp_path / "out"}"""
 
-    longer = line.replace("--train-iters 6", "--train-iters 12")
+    longer = line.replace("--train-iters 3", "--train-iters 6")
     uninterrupted = longer.replace(str(tmp_path / "out"), str(tmp_path / "full"))
     lines = [text.split() for text in (line, longer, uninterrupted)]
 
     run_ranks(2, run_command_lines, *lines, strategy="optim_grads")
 
-    # The second run starts from the checkpoint: from the Hugging Face weights its steps 7 to 12 would be others.
-    assert [step["step"] for step in steps_of(tmp_path / "out")] == list(range(1, 13))
+    # The second run starts from the checkpoint: from the Hugging Face weights its steps 4 to 6 would be others.
+    assert [step["step"] for step in steps_of(tmp_path / "out")] == list(range(1, 7))
     assert_same_to_the_bit(tmp_path / "out", tmp_path / "full")
 
 

@@ -38,6 +38,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._sizes: dict[int, int] = {}  # of the storages that were counted last, by address
         self.most = self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -48,17 +49,19 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _see(self, tensor: torch.Tensor) -> None:
-        """Count a tensor, and all others again if it is new and large."""
-        num_bytes = tensor.untyped_storage().nbytes()
+        """Count a tensor, and all others again if it is new and large and no view of one of them."""
+        num_bytes, address = tensor.untyped_storage().nbytes(), tensor.untyped_storage().data_ptr()
         seen = self._seen.get(id(tensor))
         if num_bytes < SMALL or (seen is not None and seen() is tensor):  # a later tensor may have the id of a dead one
             return
         self._seen[id(tensor)] = weakref.ref(tensor)
+        if self._sizes.get(address) == num_bytes:
+            return
         alive = {key: tensor for key, reference in self._seen.items() if (tensor := reference()) is not None}
         self._seen = {key: self._seen[key] for key in alive}
         storages = (tensor.untyped_storage() for tensor in alive.values())
-        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-        self.most = max(self.most, sum(sizes.values()))
+        self._sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        self.most = max(self.most, sum(self._sizes.values()))
         self.largest = max(self.largest, num_bytes)
 
 

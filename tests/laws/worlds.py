@@ -129,7 +129,12 @@ def config_of(case: Case) -> Config:
 @cache
 def _plan_of(overrides: str, steps: int, world_size: int, rank: int) -> Plan:
     """The plan of a case, made once for all runs of it in this process; the overrides are JSON, as a key."""
-    return plan_run(config_of(Case(steps, json.loads(overrides))), world_size, rank=rank)
+    return plan_run(_config_of(overrides, steps), world_size, rank=rank)
+
+
+@cache
+def _config_of(overrides: str, steps: int) -> Config:
+    return config_of(Case(steps, json.loads(overrides)))
 
 
 def build_here(ctx: ParallelContext, case: Case, *, checkpoint: Path | None = None, folder: Path | None = None) -> Run:
