@@ -76,7 +76,7 @@ def test_a_served_page_follows_the_run(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(serve, "reply", grow)
     with serve.open_server([folder], 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         done, _ = opened(f"http://{serve.LOCALHOST}:{server.server_address[1]}", tmp_path, width=800)
         server.shutdown()
     assert re.search(r'<body[^>]* data-steps="5"', done.stdout) and "<dd>5 steps" in done.stdout

@@ -27,7 +27,7 @@ def get(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str
     monkeypatch.setenv("no_proxy", "*")
     with open_server([folder], 0) as server:
         assert server.server_address[0] == LOCALHOST
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://{LOCALHOST}:{server.server_address[1]}"
         yield lambda path: urllib.request.urlopen(url + path).read().decode()
         server.shutdown()

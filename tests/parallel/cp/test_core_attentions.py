@@ -1,5 +1,7 @@
 """Every core attention gives the output and the gradients of SDPA on one rank; the table is open to new rows."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ SHAPES = {
     "wide keys": Shape(head_dim=12, value_head_dim=8),
     "wide values": Shape(head_dim=4, value_head_dim=8, groups=2),
 }
+MASKS = ((False, None), (True, None), (False, 3), (True, 7))  # with segments, window
 # A few units of the last place of each dtype: sums over 24 keys, three products deep.
 BOUNDS = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
 
@@ -28,12 +31,12 @@ def errors_on_this_rank(ctx, comm_type, names):
     group = ctx.group("cp")
     tiles.QUERIES_PER_MASK = 4  # of this process alone: tiles with and without masks
     return {
-        (name, dtype, with_segments, window): largest_error(
-            comm_type, group, SHAPES[name], dtype=dtype, with_segments=with_segments, window=window
+        (name, dtype, *mask): largest_error(
+            comm_type, group, SHAPES[name], dtype=dtype, with_segments=mask[0], window=mask[1]
         )
-        for name in names
-        for dtype in BOUNDS
-        for with_segments, window in ((False, None), (True, None), (False, 3), (True, 7))
+        for name, dtype, mask in product(names, BOUNDS, MASKS)
+        # how sums are rounded depends on the dtype and not on shape and mask together
+        if dtype is torch.float64 or name == "default" or mask == MASKS[-1]
     }
 
 
