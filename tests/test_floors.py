@@ -82,8 +82,12 @@ def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{'.' * node.level}{node.module or ''}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             yield node.lineno, f"{node.value.id}.{node.attr}"
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+        elif isinstance(node, ast.Call) and node.args and last_name(node.func).endswith("import_module"):
             yield node.lineno, str(getattr(node.args[0], "value", ""))
+
+
+def last_name(function: ast.expr) -> str:
+    return getattr(function, "attr", getattr(function, "id", ""))
 
 
 def complaint(path: str, name: str) -> str:

@@ -33,7 +33,7 @@ def code_lines(source: str) -> set[int]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             left_out.update(range(node.lineno, (node.end_lineno or 0) + 1))
-        if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node) is not None:
+        if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node, clean=False) is not None:
             left_out.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     lines = ((number, line.strip()) for number, line in enumerate(source.splitlines(), start=1))
     return {number for number, line in lines if line and not line.startswith("#") and number not in left_out}
@@ -66,6 +66,8 @@ def functions_in(
 ) -> Iterator[tuple[Function, ast.ClassDef | None]]:
     """Every function, with the class that it is a method of."""
     for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.expr):  # most nodes, and none holds a function
+            continue
         if isinstance(node, Function):
             yield node, holder
         yield from functions_in(node, holder=node if isinstance(node, ast.ClassDef) else None)

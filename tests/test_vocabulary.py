@@ -1,6 +1,7 @@
 """Retired identifiers stay retired: names in the code are the terms of torch and Megatron-LM (docs/glossary.md)."""
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -38,14 +39,15 @@ def names_in(source: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
+@functools.cache
+def terms_for(name: str) -> tuple[str, ...]:
+    """The terms to use instead of a retired identifier; none for others."""
+    return tuple(instead for pattern, instead in RETIRED_NAMES.items() if re.fullmatch(pattern, name))
+
+
 def retired_names(source: str) -> list[tuple[int, str, str]]:
     """Line, retired identifier and the term to use."""
-    return [
-        (line, name, instead)
-        for line, name in names_in(source)
-        for pattern, instead in RETIRED_NAMES.items()
-        if re.fullmatch(pattern, name)
-    ]
+    return [(line, name, instead) for line, name in names_in(source) for instead in terms_for(name)]
 
 
 def all_retired() -> list[str]:
