@@ -40,6 +40,7 @@ class GPU:
     reachable: Mapping[str, float]  # share of the peak that the largest products reach for long
     memory_bandwidth: float  # bytes/s, from the data sheet
     memory_efficiency: float  # share of it that operators without reuse reach
+    host_bandwidth: float  # bytes/s to or from the memory of its host
     gpus_per_node: int  # of an NVLink domain
     nodes_per_rail: int  # nodes whose GPUs of equal index share leaf switches
     node: Link

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from nanotrain.config.suggest import nearest_choice
 from nanotrain.errors import ConfigError
 from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.planner.hardware import GPU, Link
+from nanotrain.spec.counts import num_active_parameters
 from nanotrain.spec.shape import ModelShape
-from nanotrain.spec.stages import StageSpec, stages_of_lengths
+from nanotrain.spec.stages import StageSpec, even_shares, stages_of_lengths
 from nanotrain.topology.topology import Topology
 from nanotrain.train.plans.plan import Plan, check_names, plan_run, stage_specs
 
@@ -39,12 +41,13 @@ class Engine:
     accumulation: str  # of weight gradients in fp32: fused with the product, separate, or sharded (after the reduction)
     optimizer_bytes: float  # that the update reads and writes per parameter
     tp_overlap: str  # of collectives of tensor parallelism: none, wgrad or tiles
-    p2p_overlap: bool  # transfers between pipeline ranks overlap with computation
+    p2p_overlap: bool  # transfers between pipeline ranks overlap with computation; with interleaved stages always
     contention: float  # share of the time of a hidden collective by which it slows the operators beside it
     bucket_numel: int | None = None  # parameters of a gradient bucket; None: as configured
     overlaps_grads: bool | None = None  # reductions overlap with the last backward; None: as configured
     overlaps_params: bool | None = None  # gathers overlap with the first forward; None: as configured
     splits_by_weights: bool = False  # stages have equal shares of the products' weights, the head included
+    needs_layout: bool = False  # stages of unequal lengths need a layout, which is taken to balance their work
     zero_all_reduces: bool = False  # ZeRO-1 all-reduces gradients
     gather_factor: float = 1.0  # time of gathers of updated parameters relative to an all-gather
     gather_copy_s: float = 0.0  # host time per parameter and rank to copy gathered parameters (ZeRO-1)
@@ -118,7 +121,18 @@ class Scenario:
         specs, num_ranks = stage_specs(self.config.parallel, self.shape.num_layers), self.sizes["pp"]
         if self.engine.splits_by_weights and num_ranks > 1:
             specs = stages_of_lengths(_lengths_by_weights(self.shape, num_ranks))
+        if self.engine.needs_layout and self._lacks_layout:
+            specs = stages_of_lengths(_balanced_lengths(self.shape, len(specs)))
         return tuple(specs[rank::num_ranks] for rank in range(num_ranks))
+
+    @property
+    def _lacks_layout(self) -> bool:
+        """Whether the stages cannot have equal lengths, and no layout says theirs."""
+        parallel = self.config.parallel
+        num_stages = parallel.pipeline_model_parallel_size * parallel.num_virtual_stages_per_pipeline_rank
+        ends = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+        is_set = parallel.pipeline_model_parallel_layout or any(ends) or any(parallel.counted_ends)
+        return not is_set and self.shape.num_layers % num_stages > 0
 
     @cached_property
     def pipeline(self) -> PipelineShape:
@@ -150,6 +164,19 @@ def _lengths_by_weights(shape: ModelShape, num_ranks: int) -> list[int]:
     total = shape.num_layers * layer + shape.vocab_size * shape.hidden_size
     ends = [min(shape.num_layers, total * (rank + 1) // num_ranks // layer + 1) for rank in range(num_ranks)]
     return [end - start for start, end in pairwise([0, *ends])]
+
+
+def _balanced_lengths(shape: ModelShape, num_stages: int) -> list[int]:
+    """Layers of every stage; the last one has fewer, since it has the head and multi-token prediction too."""
+    head, further = shape.vocab_size * shape.hidden_size, shape.num_mtp_layers
+    layer = (num_active_parameters(shape) - (2 - shape.is_tied) * head) / (shape.num_layers + further)
+    at_end = (1 + further) * head / layer + further
+    others = num_stages - 1
+    last = min(
+        range(shape.num_layers // num_stages + 1),
+        key=lambda length: max(ceil((shape.num_layers - length) / others), length + at_end),
+    )
+    return [*even_shares(shape.num_layers - last, others), last]
 
 
 @cache

@@ -19,7 +19,6 @@ from nanotrain.spec.parameters import Declaration, block, declare_stage
 from nanotrain.spec.params import ParamSpec
 from nanotrain.spec.stages import StageSpec
 
-HOST_LINK = 2.5e10  # bytes/s between a GPU and the memory of its host, one direction: PCIe 4 x16
 GRAPH_LAUNCHES = 0.1  # launches that are left of those of a step with CUDA graphs
 KINDS = (ActionKind.forward, ActionKind.full_backward, ActionKind.backward_input, ActionKind.backward_weight)
 
@@ -177,4 +176,4 @@ class Stages:
         """Copies of activations to the host and back, beside the computation."""
         number = min(self.config.memory.cpu_offloading_num_layers, len(units))
         num_bytes = number * self.layers.tokens * self.layers.width * 34 / 2  # Korthikanti et al. 2022, equation 1
-        streams.wait("host", num_bytes / self.layers.tp / HOST_LINK, beside=streams.compute)
+        streams.wait("host", num_bytes / self.layers.tp / self.scenario.gpu.host_bandwidth, beside=streams.compute)

@@ -15,7 +15,7 @@ from nanotrain.parallel.pp.schedules import build_schedule
 from nanotrain.planner.collectives import collective_s
 from nanotrain.planner.kernels import memory_s
 from nanotrain.planner.scenario import Scenario
-from nanotrain.planner.stage_time import HOST_LINK, Numel, Stages
+from nanotrain.planner.stage_time import Numel, Stages
 from nanotrain.spec.counts import flops_per_token
 
 # What a laptop cannot know: clocks under power limits and temperature, kernels of other versions, stragglers; and how
@@ -185,7 +185,7 @@ class StepClock:
         """Run the schedule; every rank runs its actions in order, each as soon as its input is there."""
         steps = order_of(self.scenario.config.parallel.pipeline_schedule, shape)
         transfer = self.transfer_s if shape.num_ranks > 1 else 0.0
-        blocked = 0.0 if self.scenario.engine.p2p_overlap else transfer
+        blocked = 0.0 if self.scenario.engine.p2p_overlap or shape.num_stages_per_rank > 1 else transfer
         finish, waits = [0.0] * shape.num_ranks, [0.0] * shape.num_ranks
         starts, ends = [0.0] * len(steps), [0.0] * len(steps)
         for place, (rank, (kind, stage, _), needs, sends) in enumerate(steps):
@@ -215,7 +215,7 @@ class StepClock:
         if scenario.config.optim.optimizer_cpu_offload:
             on_host = updated * host_fraction(scenario.config.optim)
             copied = on_host * (stages.precision.main_grads.itemsize + stages.precision.params.itemsize)
-            update += copied / HOST_LINK + on_host * engine.optimizer_bytes / HOST_UPDATE
+            update += copied / self.gpu.host_bandwidth + on_host * engine.optimizer_bytes / HOST_UPDATE
         gathers = 0.0
         if stages.strategy in ("optim", "optim_grads") and shards[0] > 1:
             gathers = stages.collective_s("all_gather", numel, itemsize=stages.precision.params.itemsize)

@@ -49,3 +49,20 @@ def test_wrong_engines_layouts_and_batches_are_one_message() -> None:
         scenario_of(
             configure(vocab_size=1000, global_batch_size=3, micro_batch_size=2, mock_data=True), 1, gpu=gpu_of("h100")
         )
+
+
+def test_unequal_stages_of_an_engine_that_needs_a_layout_are_balanced() -> None:
+    config = configure(num_layers=31, vocab_size=128_000, pipeline_model_parallel_size=4, mock_data=True)
+    scenarios = [scenario_of(config, 4, gpu=gpu_of("h100"), engine=name) for name in ("nanotrain", "megatron")]
+    lengths = [[len(stage.layers) for (stage,) in scenario.stages] for scenario in scenarios]
+    assert lengths[0] == [8, 8, 8, 7]
+    assert sum(lengths[1]) == 31 and lengths[1][-1] < 7 <= min(lengths[1][:-1])
+
+
+def test_nanotron_splits_by_weights() -> None:
+    config = configure(
+        num_layers=16, hidden_size=2048, num_attention_heads=32, ffn_hidden_size=8192, vocab_size=131072,
+        pipeline_model_parallel_size=4, mock_data=True,
+    )  # fmt: skip
+    stages = scenario_of(config, 4, gpu=gpu_of("h100"), engine="nanotron").stages
+    assert [len(stage.layers) for of_rank in stages for stage in of_rank] == [6, 5, 5, 0]  # the head counts as 4 layers
