@@ -10,6 +10,7 @@ import random
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 
 # No test reads or leaves anything in the user's cache; runs of one session share this one.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="nanotrain-cache-")
@@ -44,6 +45,17 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Leave what is collected out of garbage collections, each 0.4 s: the trainer starts with one."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Random numbers without a seed of their own are the same in every run, whatever ran before in this process."""
@@ -53,13 +65,10 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leave what was collected out of later garbage collections, each 0.4 s: the trainer starts with one.
-
-    Start the fork server of the harness in each worker of a whole run, before a test starts one with less in it.
+    """Start the fork server of the harness in each worker of a whole run, before a test starts one with less in it.
     A process has one: data loaders and local worlds would start it with torch only, and each rank of a later test would
     import everything else by itself.
     """
-    gc.freeze()
     if "PYTEST_XDIST_WORKER" in os.environ and any("laws" in item.path.parts for item in session.items):
         from multiprocessing.forkserver import ensure_running
 

@@ -64,7 +64,7 @@ PRELOADED = [
         "nanotrain.config.compose",
         "tests.harness",
     ),
-    *("tests.laws.worlds", "tests.laws.command_line"),  # most worlds are theirs
+    *("tests.laws.worlds", "tests.laws.command_line", "tests.thread_world"),  # most worlds are theirs
     "transformers.models.llama.modeling_llama",  # and what all its models import: 1.2 s
     "torch._dynamo",  # torch's optimizers import it when the first one is created: 1 to 5 s on every rank
 ]

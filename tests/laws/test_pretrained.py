@@ -54,7 +54,7 @@ def test_pretrained_experts_train_alike_in_every_layout(family: str, tmp_path: P
     torch.manual_seed(0)
     reference = FAMILIES[family]().float()
     reference.save_pretrained(tmp_path)
-    case = Case().but(
+    case = Case(2).but(
         model=asdict(model_from_hf(tmp_path)), checkpoint={"pretrained_checkpoint": str(tmp_path)}, optim={"lr": 1e-3}
     )
     single = run_ranks(1, train_here, case.but(train={"micro_batch_size": GLOBAL_BATCH}))[0]
