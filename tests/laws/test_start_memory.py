@@ -95,7 +95,7 @@ def test_no_start_holds_the_full_model_on_a_rank(tmp_path: Path) -> None:
     case = Case(1).but(
         model=asdict(model_from_hf(tmp_path / "weights")),
         parallel={"data_parallel_sharding_strategy": STRATEGY, "ddp_bucket_size": 5000},
-        train={"micro_batch_size": 1},
+        train={"micro_batch_size": 1, "global_batch_size": 4},
     )
     for found in run_ranks(4, measure_starts, case, tmp_path / "weights", tmp_path, threads=False, strategy=STRATEGY):
         for name, sizes in found.items():
