@@ -52,7 +52,10 @@ class Engine:
     gather_factor: float = 1.0  # time of gathers of updated parameters relative to an all-gather
     gather_copy_s: float = 0.0  # host time per parameter and rank to copy gathered parameters (ZeRO-1)
     kernel_factor: float = 1.0  # time of its operators relative to the best known
-    slow_transfer: tuple[float, float] | None = None  # nodes of a run from which on a transfer takes so many seconds
+    # nodes of a run, or share of the memory, from which on a transfer takes so many seconds
+    slow_transfer: tuple[float, float, float] | None = None
+    # nodes of a run without a pipeline from which on a microbatch waits for its tokens, and for how many seconds
+    slow_data: tuple[float, float] | None = None
     # time lost per collective and rank of tp: on the host while other nodes hold other pipeline ranks, and on the
     # device where the ranks of tp are on several nodes
     stall_s: tuple[float, float] = (0.0, 0.0)

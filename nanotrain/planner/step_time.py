@@ -122,9 +122,9 @@ class DataParallel:
     spans: tuple[Span, ...] = field(default=())
 
 
-def predict_step(scenario: Scenario) -> StepTime:
-    """The time of one step."""
-    return StepClock(scenario).step_time()
+def predict_step(scenario: Scenario, *, memory_share: float = 0.0) -> StepTime:
+    """The time of one step; `memory_share` is the share of the memory that is reserved."""
+    return StepClock(scenario, memory_share=memory_share).step_time()
 
 
 class StepClock:
@@ -132,11 +132,12 @@ class StepClock:
 
     Args:
         scenario: configuration, machine and engine.
+        memory_share: share of the memory that is reserved.
     """
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, *, memory_share: float = 0.0) -> None:
         self.scenario, self.stages, self.shape = scenario, Stages(scenario), scenario.pipeline
-        self.gpu = scenario.machine
+        self.gpu, self.memory_share = scenario.machine, memory_share
         self.durations = {
             (stage, kind): self.stages.seconds(streams)
             for stage, kinds in self.stages.times.items()
@@ -164,7 +165,7 @@ class StepClock:
             exposed={group: seconds for group, seconds in exposed.items() if seconds > 0},
             bubble=bubble,
             optimizer=max(end.update for end in ends),
-            data=0.0,
+            data=number * self.data_s,
             host=host,
         )
 
@@ -195,12 +196,24 @@ class StepClock:
             waits[rank] += blocked * (sends + (needs >= 0))
         return Run(steps, starts, ends, finish, waits)
 
+    @property
+    def data_s(self) -> float:
+        """Seconds that a microbatch waits for its tokens, which are otherwise loaded ahead."""
+        slow = self.scenario.engine.slow_data
+        is_slow = slow and self.shape.num_ranks == 1 and self.num_nodes >= slow[0]
+        return slow[1] if slow and is_slow else 0.0
+
+    @property
+    def num_nodes(self) -> float:
+        """Nodes of the run."""
+        return self.scenario.world_size / self.gpu.gpus_per_node
+
     @cached_property
     def transfer_s(self) -> float:
         """Seconds of a transfer of hidden states between neighbouring pipeline ranks."""
         slow, layers = self.scenario.engine.slow_transfer, self.stages.layers
-        if slow and self.scenario.world_size >= slow[0] * self.gpu.gpus_per_node:
-            return slow[1]
+        if slow and (self.num_nodes >= slow[0] or self.memory_share >= slow[1]):
+            return slow[2]
         num_bytes = layers.outside * layers.width
         return collective_s(self.gpu, "p2p", num_bytes=num_bytes, ranks=self.scenario.ranks("pp")[:2])
 

@@ -106,3 +106,10 @@ def test_names_change_nothing() -> None:
 def test_an_update_on_the_host_takes_longer() -> None:
     plain, offloaded = (llama(8, gbs=8, strategy="optim", **more) for more in ({}, {"optimizer_cpu_offload": True}))
     assert predict_step(offloaded).optimizer > 2 * predict_step(plain).optimizer
+
+
+def test_a_pipeline_of_many_nodes_or_little_memory_can_wait_for_its_transfers() -> None:
+    fast, wide = (llama(size, engine="nanotron", pp=2, gbs=512) for size in (128, 512))
+    assert predict_step(wide).exposed["pp"] > 20 * predict_step(fast).exposed["pp"]
+    assert predict_step(fast, memory_share=0.9).exposed["pp"] > 20 * predict_step(fast).exposed["pp"]
+    assert [predict_step(llama(size, engine="nanotron", gbs=1024)).data > 0 for size in (256, 512)] == [False, True]
