@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanotrain.config.model import ModelConfig, MoEConfig
@@ -58,7 +58,6 @@ def test_a_model_is_exported_as_its_own_family(name: str) -> None:
     assert family_of(MODELS[name]) == ("llama" if name == "llama3" else name)
 
 
-@settings(max_examples=40)  # of few kinds; each makes a configuration of transformers
 @given(
     base=st.sampled_from([GPT2, LLAMA, LLAMA3, QWEN2, QWEN3]),
     heads=st.integers(1, 8),
