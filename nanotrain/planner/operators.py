@@ -17,6 +17,7 @@ from nanotrain.planner.hardware import GPU
 from nanotrain.planner.kernels import BYTES, AttentionShape, attention_s, grouped_matmul_s, matmul_s, memory_s
 from nanotrain.planner.scenario import Scenario
 
+GRAPH_LAUNCHES = 0.1  # launches that are left of those of a step with CUDA graphs
 ROUTER_LAUNCHES = 20  # scores, top k, losses, counts and their sums
 ROUTER_BYTES = 40  # per token and expert, forward: scores, probabilities and losses in fp32
 MATH_BYTES = (13, 22)  # per attention score that is written out, forward and backward: products, mask, softmax, dropout
@@ -132,6 +133,12 @@ class Layers:
         """An operator that reads and writes so many bytes."""
         first, second = (memory_s(self.gpu, num_bytes) if num_bytes else 0.0 for num_bytes in (forward, backward))
         return Part(name, first, second, launches=(*launches, 0))
+
+    def paced(self, part: Part) -> Part:
+        """A part that takes at least as long as its launches: the host waits for the counts of tokens before them."""
+        launch_s = self.engine.launch_s * (GRAPH_LAUNCHES if self.scenario.cuda_graphs else 1.0)
+        forward, dgrad = (count * launch_s for count in part.launches[:2])
+        return replace(part, forward=max(part.forward, forward), dgrad=max(part.dgrad, dgrad))
 
     def block(self, layer: int) -> Parts:
         """A transformer block, by its index in the model."""
@@ -255,7 +262,8 @@ class Layers:
         tokens = self.tokens // self.tp
         pairs = int(tokens * moe.router_topk * self.scenario.imbalance)
         router = tokens * moe.num_experts * ROUTER_BYTES + tokens * self.width
-        parts = [self.memory("moe", router, backward=2 * router, launches=(ROUTER_LAUNCHES, ROUTER_LAUNCHES))]
+        launches = (ROUTER_LAUNCHES, ROUTER_LAUNCHES)
+        parts = [self.paced(self.memory("moe", router, backward=2 * router, launches=launches))]
         parts.append(self.dispatch(pairs, tokens))
         num_local, received = moe.num_experts // self.ep, pairs * self.etp
         up = (received, inner * (1 + shape.is_gated), hidden)
@@ -269,22 +277,24 @@ class Layers:
 
     def dispatch(self, pairs: int, tokens: int) -> Part:
         """Tokens to their experts, or back: a permutation, and an all-to-all over ep with a gather over etp."""
-        moved = (pairs + tokens) * self.width * (1 if self.scenario.dispatcher == "flex" else 2)
-        part = self.memory("moe", moved, backward=moved, launches=(4, 4))
+        is_flex, sent = self.scenario.dispatcher == "flex", pairs * self.width
+        moved = (pairs + tokens) * self.width * (1 if is_flex else 2)
+        part = self.paced(self.memory("moe", moved, backward=moved, launches=(4, 4)))
+        num_nodes = self.ep * self.etp // self.gpu.gpus_per_node
         if self.scenario.dispatcher == "allgather":
             time = self.collective("ep", "all_gather", num_bytes=tokens * self.ep * self.width)
         else:
-            time = self.collective("ep", "all_to_all", num_bytes=pairs * self.width * self._distinct())
+            targets = num_nodes if is_flex and num_nodes > 1 else self.ep
+            time = self.collective("ep", "all_to_all", num_bytes=sent * self._distinct(targets) if is_flex else sent)
+            if is_flex and num_nodes > 1:  # a token goes to every node once, and there to every rank once
+                node, num_bytes = range(self.gpu.gpus_per_node), sent * self._distinct(self.ep)
+                time += collective_s(self.gpu, "all_to_all", num_bytes=num_bytes, ranks=node)
         time += self.collective("etp", "all_gather", num_bytes=pairs * self.etp * self.width)
         return replace(part, group="ep", before=time, last=time)
 
-    def _distinct(self) -> float:
-        """Share of the copies of a token that a dispatcher sends: one per node of its experts, or all of them."""
+    def _distinct(self, num_targets: int) -> float:
+        """Share of the copies of a token that have different targets, of equally likely ones."""
         assert (moe := self.shape.moe) is not None, "a dense model has no experts"
-        if self.scenario.dispatcher != "flex":
-            return 1.0
-        num_nodes = max(1, self.ep * self.tp // self.gpu.gpus_per_node)
-        num_targets = num_nodes if num_nodes > 1 else self.ep
         return num_targets * (1 - (1 - 1 / num_targets) ** moe.router_topk) / moe.router_topk
 
     def grouped(self, sizes: tuple[int, int, int], *, num_experts: int) -> Parts:

@@ -12,14 +12,13 @@ from typing import NamedTuple
 
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.parallel.pp.actions import ActionKind
-from nanotrain.planner.operators import Layers, Parts, Streams, run_backward, run_forward
+from nanotrain.planner.operators import GRAPH_LAUNCHES, Layers, Parts, Streams, run_backward, run_forward
 from nanotrain.planner.scenario import Scenario
 from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.parameters import Declaration, block, declare_stage
 from nanotrain.spec.params import ParamSpec
 from nanotrain.spec.stages import StageSpec
 
-GRAPH_LAUNCHES = 0.1  # launches that are left of those of a step with CUDA graphs
 KINDS = (ActionKind.forward, ActionKind.full_backward, ActionKind.backward_input, ActionKind.backward_weight)
 
 
