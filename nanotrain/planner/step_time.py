@@ -221,7 +221,7 @@ class StepClock:
         """Reductions of gradients, the update and gathers of parameters of one pipeline rank."""
         scenario, stages, engine = self.scenario, self.stages, self.scenario.engine
         numel = Numel(*map(sum, zip(*(stages.numel(spec) for spec in scenario.stages[rank]), strict=True)))
-        spans = self._reductions(run, rank) if stages.strategy in ("no_shard", "optim") else []
+        spans = self._reductions(run, rank)
         shards = len(scenario.ranks("dp_shard")), len(scenario.ranks("expert_dp_shard"))
         updated = numel.dense / shards[0] + numel.expert / shards[1]
         update = memory_s(self.gpu, engine.optimizer_bytes * updated) + UPDATE_LAUNCHES * engine.launch_s
@@ -246,9 +246,13 @@ class StepClock:
         return size or max(MIN_BUCKET, BUCKET_PER_RANK * len(self.scenario.ranks("dp_shard")))
 
     def _reductions(self, run: Run, rank: int) -> list[Span]:
-        """The reductions of the gradient buckets of one rank, from the last backward of each of its stages on."""
+        """The reductions of the gradient buckets of one rank, from the last backward of each of its stages on.
+
+        Gradients that are sharded were reduce-scattered in each backward; what is left is the sum over the replicas.
+        """
         stages, engine = self.stages, self.scenario.engine
         scatters = stages.strategy == "optim" and not engine.zero_all_reduces
+        is_scattered = stages.strategy in ("optim_grads", "optim_grads_params")
         shards = len(self.scenario.ranks("dp_shard")), len(self.scenario.ranks("expert_dp_shard"))
         mine = [(place, step.action) for place, step in enumerate(run.steps) if step.rank == rank]
         last = {action.stage: place for place, action in mine if action.kind.has_wgrad}
@@ -257,7 +261,8 @@ class StepClock:
             numel, place = stages.numel(spec), last[spec.index]
             number = max(1, round(sum(numel[:2]) / self._bucket_numel))
             bucket = Numel(numel.dense // number, numel.expert // number, 0)
-            seconds = stages.collective_s("reduce_scatter" if scatters else "all_reduce", bucket, itemsize=itemsize)
+            operation = "reduce_scatter" if scatters else "all_reduce"
+            seconds = 0.0 if is_scattered else stages.collective_s(operation, bucket, itemsize=itemsize)
             shard = Numel(bucket.dense // shards[0], bucket.expert // shards[1], 0)
             seconds += stages.collective_s("all_reduce", shard, itemsize=itemsize, level="replicate")
             for index in range(number if seconds else 0):

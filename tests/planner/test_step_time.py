@@ -113,3 +113,16 @@ def test_a_pipeline_of_many_nodes_or_little_memory_can_wait_for_its_transfers() 
     assert predict_step(wide).exposed["pp"] > 20 * predict_step(fast).exposed["pp"]
     assert predict_step(fast, memory_share=0.9).exposed["pp"] > 20 * predict_step(fast).exposed["pp"]
     assert [predict_step(llama(size, engine="nanotron", gbs=1024)).data > 0 for size in (256, 512)] == [False, True]
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_instances_sum_their_gradient_shards_once_per_step(strategy: str) -> None:
+    one, several = (
+        predict_step(llama(512, strategy=strategy, gbs=2048, num_distributed_optimizer_instances=number))
+        for number in (1, 64)
+    )
+    reductions = [
+        sum(span.end - span.start for span in time.spans[0] if span.stream == "dp") for time in (one, several)
+    ]
+    assert reductions[1] > reductions[0]
+    assert (reductions[0] == 0) == (strategy == "optim_grads_params")
