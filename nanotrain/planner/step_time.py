@@ -96,11 +96,18 @@ class Step(NamedTuple):
     sends: bool  # whether another rank takes its result
 
 
+class Order(NamedTuple):
+    """The actions of all ranks in an order in which they can run."""
+
+    steps: tuple[Step, ...]
+    last_backwards: dict[int, int]  # by stage the place of the action that completes its gradients
+
+
 @dataclass(frozen=True)
 class Run:
     """A schedule on a clock."""
 
-    steps: tuple[Step, ...]
+    order: Order
     starts: list[float]  # of every action
     ends: list[float]
     finish: list[float]  # per rank: end of its last action or transfer
@@ -172,7 +179,7 @@ class StepClock:
     def _spent(self, run: Run, rank: int) -> tuple[float, float, dict[str, float]]:
         """Seconds of a rank in operators, in waiting for the host, and in exposed communication by group."""
         compute, host, exposed, number = 0.0, 0.0, dict[str, float](), self.shape.num_microbatches
-        kinds = {step.action.kind for step in run.steps}
+        kinds = {step.action.kind for step in run.order.steps}
         for stage in (spec.index for spec in self.scenario.stages[rank]):
             for kind in kinds:
                 streams = self.stages.times[stage][kind]
@@ -184,17 +191,17 @@ class StepClock:
 
     def run(self, shape: PipelineShape) -> Run:
         """Run the schedule; every rank runs its actions in order, each as soon as its input is there."""
-        steps = order_of(self.scenario.config.parallel.pipeline_schedule, shape)
+        order = order_of(self.scenario.config.parallel.pipeline_schedule, shape)
         transfer = self.transfer_s if shape.num_ranks > 1 else 0.0
         blocked = 0.0 if self.scenario.engine.p2p_overlap or shape.num_stages_per_rank > 1 else transfer
         finish, waits = [0.0] * shape.num_ranks, [0.0] * shape.num_ranks
-        starts, ends = [0.0] * len(steps), [0.0] * len(steps)
-        for place, (rank, (kind, stage, _), needs, sends) in enumerate(steps):
+        starts, ends = [0.0] * len(order.steps), [0.0] * len(order.steps)
+        for place, (rank, (kind, stage, _), needs, sends) in enumerate(order.steps):
             start = max(finish[rank], ends[needs] + transfer - blocked) + blocked if needs >= 0 else finish[rank]
             starts[place], ends[place] = start, start + self.durations[stage, kind]
             finish[rank] = ends[place] + blocked * sends
             waits[rank] += blocked * (sends + (needs >= 0))
-        return Run(steps, starts, ends, finish, waits)
+        return Run(order, starts, ends, finish, waits)
 
     @property
     def data_s(self) -> float:
@@ -254,9 +261,7 @@ class StepClock:
         scatters = stages.strategy == "optim" and not engine.zero_all_reduces
         is_scattered = stages.strategy in ("optim_grads", "optim_grads_params")
         shards = len(self.scenario.ranks("dp_shard")), len(self.scenario.ranks("expert_dp_shard"))
-        mine = [(place, step.action) for place, step in enumerate(run.steps) if step.rank == rank]
-        last = {action.stage: place for place, action in mine if action.kind.has_wgrad}
-        spans, itemsize = list[Span](), stages.precision.grads.itemsize
+        last, spans, itemsize = run.order.last_backwards, list[Span](), stages.precision.grads.itemsize
         for spec in sorted(self.scenario.stages[rank], key=lambda spec: last[spec.index]):
             numel, place = stages.numel(spec), last[spec.index]
             number = max(1, round(sum(numel[:2]) / self._bucket_numel))
@@ -275,7 +280,7 @@ class StepClock:
         """What every pipeline rank runs in one step, with all microbatches."""
         run = self.run(self.shape)
         ranks: list[list[Span]] = [[] for _ in range(self.shape.num_ranks)]
-        for step, start, end in zip(run.steps, run.starts, run.ends, strict=True):
+        for step, start, end in zip(run.order.steps, run.starts, run.ends, strict=True):
             ranks[step.rank].append(Span(str(step.action), "compute", start, end))
         for rank, spans in enumerate(ranks):
             spans += self.data_parallel(run, rank).spans
@@ -296,8 +301,8 @@ def simulated(shape: PipelineShape) -> list[int]:
 
 
 @lru_cache(maxsize=256)
-def order_of(name: str, shape: PipelineShape) -> tuple[Step, ...]:
-    """The actions of all ranks in an order in which they can run.
+def order_of(name: str, shape: PipelineShape) -> Order:
+    """The order of a schedule.
 
     Args:
         name: schedule.
@@ -322,4 +327,5 @@ def order_of(name: str, shape: PipelineShape) -> tuple[Step, ...]:
                     places[is_forward, stage, microbatch] = len(steps)
                 steps.append(Step(rank, action, needs, is_sent and 0 <= target <= last and shape.num_ranks > 1))
                 following[rank] += 1
-    return tuple(steps)
+    last_backwards = {step.action.stage: place for place, step in enumerate(steps) if step.action.kind.has_wgrad}
+    return Order(tuple(steps), last_backwards)

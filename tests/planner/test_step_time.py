@@ -43,7 +43,7 @@ def test_the_clock_agrees_with_the_simulator_of_schedules(name: str) -> None:
     clock = equal_stages(StepClock(llama(4, pp=4, v=v, gbs=8, pipeline_schedule=name)))
     expected = simulate(build_schedule(name, shape), costs=Costs(1, 2, 1, 0)).duration
     assert clock.run(shape).duration == pytest.approx(expected)
-    assert len(order_of(name, shape)) == sum(map(len, build_schedule(name, shape).actions))
+    assert len(order_of(name, shape).steps) == sum(map(len, build_schedule(name, shape).actions))
 
 
 @pytest.mark.parametrize(
