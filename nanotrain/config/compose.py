@@ -222,6 +222,8 @@ def merge_files(files: list[tuple[Path, str]], *, built_in: Path) -> tuple[dict[
         settings = fields_of(nest({package: content}) if package else content, shown)
         contents.append(nest(settings))
         sources |= dict.fromkeys(settings, shown)
+    if not sources:
+        return {}, {}  # without Hydra, which takes 0.2 s to import
     with composition_errors():
         return to_plain(OmegaConf.merge({}, *contents)), sources
 
