@@ -11,6 +11,7 @@ what other operators do not hide is exposed.
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from nanotrain.planner.collectives import collective_s
 from nanotrain.planner.hardware import GPU
@@ -266,10 +267,9 @@ class Layers:
         parts = [self.paced(self.memory("moe", router, backward=2 * router, launches=launches))]
         parts.append(self.dispatch(pairs, tokens))
         num_local, received = moe.num_experts // self.ep, pairs * self.etp
-        up = (received, inner * (1 + shape.is_gated), hidden)
-        parts += self.grouped(up, num_experts=num_local)
+        parts += self.linear("moe", (received, inner * (1 + shape.is_gated), hidden), num_experts=num_local)
         parts.append(self.activation("moe_act", received * inner))
-        parts += self.grouped((received, hidden, inner), num_experts=num_local)
+        parts += self.linear("moe", (received, hidden, inner), num_experts=num_local)
         parts.append(self.dispatch(pairs, tokens))
         if moe.shared_expert_intermediate_size is not None:
             parts += self.mlp("moe", moe.shared_expert_intermediate_size)
@@ -297,37 +297,33 @@ class Layers:
         assert (moe := self.shape.moe) is not None, "a dense model has no experts"
         return num_targets * (1 - (1 - 1 / num_targets) ** moe.router_topk) / moe.router_topk
 
-    def grouped(self, sizes: tuple[int, int, int], *, num_experts: int) -> Parts:
-        """One product per expert: tokens of all of them, outputs and inputs."""
-        tokens, outputs, inputs = sizes
-        fused, dtype = self.engine.accumulation == "fused", self.scenario.matmul_dtype
-        fprop, dgrad, wgrad = (
-            grouped_matmul_s(self.gpu, shape, num_experts=num_experts, dtype=dtype, accumulate=accumulates)
-            for shape, accumulates in ((sizes, False), ((tokens, inputs, outputs), False), (sizes, True))
-        )
-        wgrad += self._separate_sum(num_experts * outputs * inputs)
-        part = Part("moe", fprop, dgrad, wgrad, launches=(1, 1, 2 - fused))
-        return [*self._casts("moe", sizes, dtype=dtype), part]
-
-    def linear(self, name: str, shape: tuple[int, int, int], *, mode: str = "") -> Parts:
-        """A linear layer.
+    def linear(self, name: str, shape: tuple[int, int, int], *, mode: str = "", num_experts: int = 0) -> Parts:
+        """A linear layer, or one of every expert.
 
         Args:
             name: name of the module.
-            shape: tokens, local outputs and inputs.
+            shape: tokens, of all experts, local outputs and inputs.
             mode: column or row, its parallelism over tp; empty for neither.
+            num_experts: experts of the rank, whose products are one operator; 0 for a dense layer.
         """
         tokens, outputs, inputs = shape
         dtype = self.dtype if name == "head" else self.scenario.matmul_dtype
         fused = self.engine.accumulation == "fused"
-        fprop = matmul_s(self.gpu, shape, dtype=dtype)
-        dgrad = matmul_s(self.gpu, (tokens, inputs, outputs), dtype=dtype)
-        wgrad = matmul_s(self.gpu, (outputs, inputs, tokens), dtype=dtype, accumulate=fused)
-        wgrad += self._separate_sum(outputs * inputs)
-        part = Part(name, fprop, dgrad, wgrad, launches=(1, 1, 2 - fused))
+        if num_experts:
+            product = partial(grouped_matmul_s, self.gpu, num_experts=num_experts, dtype=dtype)
+            wgrad = product(shape, accumulate=True)
+        else:
+            product = partial(matmul_s, self.gpu, dtype=dtype)
+            wgrad = product((outputs, inputs, tokens), accumulate=fused)
+        if self.engine.accumulation == "separate":  # an operator of its own adds to an fp32 buffer
+            wgrad += memory_s(self.gpu, 10 * max(1, num_experts) * outputs * inputs)
+        part = Part(name, product(shape), product((tokens, inputs, outputs)), wgrad, launches=(1, 1, 2 - fused))
         if mode and self.tp > 1:
             part = self._parallel(part, tokens * (inputs if mode == "column" else outputs) * self.itemsize, mode=mode)
-        return [*self._casts(name, shape, dtype=dtype), part]
+        if dtype == self.dtype:
+            return [part]
+        read, written = (tokens * size * (self.itemsize + 2 * BYTES[dtype]) for size in (inputs, outputs))
+        return [self.memory(name, read, backward=written), part]  # operands into fewer bits, in both layouts
 
     def _parallel(self, part: Part, num_bytes: float, *, mode: str) -> Part:
         """A product with the collectives of tensor parallelism."""
@@ -342,17 +338,6 @@ class Layers:
             return replace(part, before=gather, again=gather, last=scatter)
         return replace(part, after=scatter, first=gather)
 
-    def _casts(self, name: str, shape: tuple[int, int, int], *, dtype: str) -> Parts:
-        """Operands into 8 bits or fewer, in both layouts."""
-        if dtype == self.dtype:
-            return []
-        outputs, inputs = (shape[0] * size * (self.itemsize + 2 * BYTES[dtype]) for size in shape[1:])
-        return [self.memory(name, inputs, backward=outputs)]
-
-    def _separate_sum(self, numel: int) -> float:
-        """The addition of a weight gradient to an fp32 buffer by an operator of its own."""
-        return memory_s(self.gpu, 10 * numel) if self.engine.accumulation == "separate" else 0.0
-
     def embedding(self) -> Parts:
         """Look-up of the tokens."""
         table = self.shape.padded_vocab_size // self.tp * self.shape.hidden_size
@@ -360,14 +345,9 @@ class Layers:
         part = self.memory("embedding", 2 * self.tokens * self.width, backward=3 * self.tokens * self.width + summed)
         if self.tp == 1:
             return [part]
-        scatter = self.collective("tp", "reduce_scatter", num_bytes=self.tokens * self.width)
-        gather = self.collective("tp", "all_gather", num_bytes=self.tokens * self.width)
-        both = (
-            (scatter, gather)
-            if self.sequence_parallel
-            else (self.collective("tp", "all_reduce", num_bytes=self.tokens * self.width), 0.0)
-        )
-        return [replace(part, group="tp", after=both[0], first=both[1])]
+        operations = ("reduce_scatter", "all_gather") if self.sequence_parallel else ("all_reduce",)
+        times = [self.collective("tp", each, num_bytes=self.tokens * self.width) for each in operations]
+        return [replace(part, group="tp", after=times[0], first=sum(times[1:]))]
 
     def head(self) -> Parts:
         """The final norm, the output layer and the loss."""
