@@ -19,6 +19,7 @@ from nanotrain.spec.parameters import Declaration, block, declare_stage
 from nanotrain.spec.params import ParamSpec
 from nanotrain.spec.stages import StageSpec
 
+STALL_GROWTH = 1.15  # a group waits for the sum of the stalls of its ranks, and a little more: fitted to tp of 2 to 32
 KINDS = (ActionKind.forward, ActionKind.full_backward, ActionKind.backward_input, ActionKind.backward_weight)
 
 
@@ -78,7 +79,7 @@ class Stages:
         engine, sizes = self.scenario.engine, self.scenario.sizes
         seconds = streams.launches * engine.launch_s + streams.collectives * engine.collective_launch_s
         if sizes["pp"] > 1 and self.scenario.world_size > self.scenario.machine.gpus_per_node:
-            seconds += streams.collectives * sizes["tp"] * engine.stall_s[0]
+            seconds += streams.collectives * sizes["tp"] ** STALL_GROWTH * engine.stall_s[0]
         return seconds * (GRAPH_LAUNCHES if self.scenario.cuda_graphs else 1.0)
 
     def units(self, spec: StageSpec) -> list[Unit]:
