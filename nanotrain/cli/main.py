@@ -1,7 +1,8 @@
 """`nanotrain COMMAND ...`: one function per command, which parses its arguments and calls another package.
 
     train | prepare | parity | topology | report | watch | runs | compare | timeline | config
-    completion | sweep (sweep.py), checkpoint COMMAND (checkpoint.py), evaluate and generate (trained.py)
+    completion | sweep (sweep.py), plan (plan.py), checkpoint COMMAND (checkpoint.py)
+    evaluate and generate (trained.py)
 
 Packages are imported inside the commands, so that `--help` does not load torch.
 """
@@ -15,6 +16,7 @@ from pathlib import Path
 from nanotrain.cli.checkpoint import CHECKPOINT_COMMANDS
 from nanotrain.cli.launch import check_names, launch, split_arguments
 from nanotrain.cli.parser import Command, CommandParser, run_command
+from nanotrain.cli.plan import plan
 from nanotrain.cli.sweep import sweep
 from nanotrain.cli.trained import evaluate, generate
 from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS
@@ -215,7 +217,7 @@ def completion(argv: Sequence[str]) -> int:
 
 
 _ALL = (
-    *(train, prepare, sweep, parity, topology, checkpoint, evaluate, generate),
+    *(train, prepare, sweep, plan, parity, topology, checkpoint, evaluate, generate),
     *(report, watch, runs, compare, timeline, config, completion),
 )
 COMMANDS: dict[str, Command] = {command.__name__: command for command in _ALL}

@@ -60,6 +60,8 @@ class Engine:
     # device where the ranks of tp are on several nodes
     stall_s: tuple[float, float] = (0.0, 0.0)
     link: tuple[float, float] | None = None  # bytes/s per GPU and latency between nodes; None: those of the GPU
+    low_grads: bool = False  # gradients in the dtype of the parameters exist beside those in fp32
+    saves_factor: float = 1.0  # bytes that a block saves, relative to Megatron-LM with Transformer Engine
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Scenario:
     cuda_graphs: bool = False  # the host launches a layer at once
     tp_overlap: str | None = None  # instead of the engine's
     ep_overlap: bool = False  # the dispatch of one microbatch overlaps with the products of another
+    features: frozenset[str] = frozenset()  # what decides bytes and is no setting of nanotrain, such as "fused loss"
 
     @cached_property
     def shape(self) -> ModelShape:

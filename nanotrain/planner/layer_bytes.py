@@ -1,0 +1,279 @@
+"""Bytes that other programs save of a microbatch and need beside them, operator by operator.
+
+Each operator of a stage keeps tensors from its forward to its backward (`saved`) and needs gradients and temporaries
+while its backward runs (`working`); `peak_of_backward` walks the operators backwards. Sources: the code of Megatron-LM
+(d98e8a64) with Transformer Engine and of nanotron (2411b022), checked with the peaks that runs of both report.
+
+    T tokens of a rank   O tokens outside of tensor-parallel layers: T / tp with sequence parallelism   H hidden size
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+from nanotrain.memory.block_transforms import recomputed_groups
+from nanotrain.planner.scenario import Scenario
+from nanotrain.spec.stages import StageSpec
+
+FP32, INT64 = 4, 8
+
+
+class Op(NamedTuple):
+    """Bytes of one operator."""
+
+    saved: int  # kept from its forward to its backward
+    working: int = 0  # gradients and temporaries during its backward
+    weights: tuple[tuple[int, int], ...] = ()  # [outputs, inputs] of the weights whose gradients it computes
+
+
+class StagePeak(NamedTuple):
+    """Bytes of a microbatch on a stage."""
+
+    kept: int  # from its forward to its backward
+    beside: int  # additionally while the backward is at its peak; the kept bytes count in full
+    weights: frozenset[tuple[int, int]]  # shapes of the weights of its linear layers
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """The operators of a stage of one scenario."""
+
+    scenario: Scenario
+
+    @cached_property
+    def tp(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.scenario.sizes["tp"]
+
+    @cached_property
+    def tokens(self) -> int:
+        """T."""
+        config = self.scenario.config
+        return config.train.micro_batch_size * config.data.seq_length // self.scenario.sizes["cp"]
+
+    @cached_property
+    def outside(self) -> int:
+        """O."""
+        return self.tokens // (self.tp if self.scenario.config.parallel.sequence_parallel else 1)
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of an element of the activations."""
+        return 4 if self.scenario.config.precision.params_dtype == "fp32" else 2
+
+    @cached_property
+    def share_in_fp8(self) -> float:
+        """Bytes of the kept input of a linear layer, relative to the data type of the activations."""
+        return {"fp8": 0.5, "mxfp8": 0.53, "nvfp4": 0.29}.get(self.scenario.matmul_dtype, 1.0)
+
+    @cached_property
+    def hidden(self) -> int:
+        """Bytes of hidden states outside of tensor-parallel layers."""
+        return self.outside * self.scenario.shape.hidden_size * self.itemsize
+
+    @cached_property
+    def inside(self) -> int:
+        """Bytes of hidden states of all tokens, as a tensor-parallel layer reads them."""
+        return self.tokens * self.scenario.shape.hidden_size * self.itemsize
+
+    @cached_property
+    def gathered(self) -> int:
+        """Bytes of the input of a linear layer that its backward gathers again."""
+        return self.inside if self.outside < self.tokens else 0
+
+    @cached_property
+    def fuses_wgrads(self) -> bool:
+        """Whether matrix products add the gradients of weights to the buffer of gradients."""
+        is_unset = self.scenario.config.parallel.gradient_accumulation_fusion is None
+        return self.scenario.engine.name == "megatron" and is_unset
+
+    @cached_property
+    def modules(self) -> frozenset[str]:
+        """Modules that are recomputed."""
+        return frozenset(self.scenario.config.memory.recomputed_modules)
+
+    def dropout(self, p: float, num_bytes: int) -> int:
+        """Mask of a dropout, a byte per element."""
+        return num_bytes // self.itemsize if p > 0 else 0
+
+    def linear(self, inputs: int, outputs: int, *, saved: int) -> Op:
+        """A tensor-parallel linear layer: its input, gradients of output and input, and of the weight if not fused.
+
+        Args:
+            inputs: width of the input per rank.
+            outputs: width of the output per rank.
+            saved: bytes that it keeps, in the data type of the activations.
+        """
+        gradients = self.tokens * (inputs + outputs) * self.itemsize + self.hidden + self.gathered
+        return Op(int(saved * self.share_in_fp8), gradients, ((outputs, inputs),))
+
+    def block(self, layer: int) -> list[Op]:
+        """The operators of a transformer block in forward order."""
+        shape = self.scenario.shape
+        normed = 0 if "layernorm" in self.modules else self.hidden
+        statistics = self.outside * FP32 * (1 + shape.has_norm_bias)
+        mask = self.dropout(self.scenario.config.model.hidden_dropout, self.hidden)
+        norm = Op(self.hidden + statistics, 2 * self.hidden)
+        attention = self.mla(normed) if shape.mla else self.attention(normed)
+        mlp = self.experts(normed) if shape.has_experts(layer) else self.mlp(shape.ffn_size, normed)
+        add = Op(mask, 2 * self.hidden)
+        ops = [norm, *attention, add, norm, *mlp, add]
+        factor = self.scenario.engine.saves_factor
+        return [op._replace(saved=int(op.saved * factor)) for op in ops] if factor != 1.0 else ops
+
+    def attention(self, normed: int) -> list[Op]:
+        """Projection of queries, keys and values, core attention, output projection."""
+        shape = self.scenario.shape
+        query = shape.num_heads * shape.head_dim // self.tp
+        key = max(1, shape.query_groups // self.tp) * shape.head_dim
+        hidden, tokens = shape.hidden_size, self.tokens * self.itemsize
+        copies = 1 + (shape.has_qk_norm and self.scenario.engine.name == "megatron")  # before and after the norms
+        inputs = tokens * ((query + key) * copies + key)
+        return [
+            self.linear(hidden, query + 2 * key, saved=normed),
+            *self.core_attention(inputs, tokens * query, heads=shape.num_heads // self.tp),
+            self.linear(query, hidden, saved=tokens * query),
+        ]
+
+    def mla(self, normed: int) -> list[Op]:
+        """Down-projections, norms of the compressed vectors, up-projections, core attention, output projection."""
+        shape, mla = self.scenario.shape, self.scenario.shape.mla
+        assert mla is not None, "callers check it"
+        heads, tokens, rank = shape.num_heads // self.tp, self.tokens * self.itemsize, mla.q_lora_rank or 0
+        outside = self.outside * self.itemsize
+        query, value = heads * shape.head_dim, heads * shape.value_head_dim
+        up = 0 if "mla_up_proj" in self.modules else 1
+        compressed = rank + mla.kv_lora_rank + mla.qk_pos_emb_head_dim
+        key_value = heads * (mla.qk_head_dim + shape.value_head_dim)
+        return [
+            self.linear(shape.hidden_size, compressed, saved=normed),
+            Op(outside * (compressed + rank + mla.kv_lora_rank), 2 * tokens * (query + key_value)),
+            *self.core_attention(up * tokens * (2 * query + key_value), tokens * value, heads=heads),
+            self.linear(value, shape.hidden_size, saved=tokens * value),
+        ]
+
+    def core_attention(self, inputs: int, output: int, *, heads: int) -> list[Op]:
+        """Attention of queries to keys; `inputs` are bytes of query, key and value."""
+        config, cp = self.scenario.config, self.scenario.sizes["cp"]
+        statistics = self.tokens * heads * FP32
+        if not self.writes_scores:
+            if "core_attn" in self.modules:
+                return [Op(inputs, inputs + 2 * output + statistics)]
+            # over cp the output is kept in the layout of the kernel too
+            copies = (cp > 1) + self.copies_output
+            copies += self.share_in_fp8 < 1  # beside the projection's input in 8 bits
+            return [Op(inputs + statistics + copies * output, inputs + 2 * output)]
+        scores = self.tokens * heads * config.data.seq_length // cp * self.itemsize
+        p = config.model.attention_dropout
+        kept = scores + (scores + self.dropout(p, scores) if p > 0 else 0)
+        if "core_attn" in self.modules:
+            return [Op(inputs, inputs + kept + scores)]
+        return [Op(inputs + kept, 2 * scores + output)]
+
+    @cached_property
+    def writes_scores(self) -> bool:
+        """Whether the attention scores are in memory: no flash kernel."""
+        is_local = "local layers" in self.scenario.features
+        return is_local or self.scenario.config.train.attention_backend in ("unfused", "local")
+
+    @cached_property
+    def copies_output(self) -> bool:
+        """Whether flash attention keeps its output in another layout than the projection that follows.
+
+        Kernels of cuDNN read and write the layout of Megatron-LM: of Hopper always, of Blackwell unless deterministic.
+        """
+        train, is_hopper = self.scenario.config.train, self.scenario.gpu.name.startswith(("h1", "h2", "h8", "gh"))
+        by_cudnn = is_hopper or (not train.deterministic_mode and not self.scenario.gpu.name.startswith("a100"))
+        is_flash = train.attention_backend == "flash" or not by_cudnn
+        return self.scenario.engine.name == "megatron" and is_flash and train.micro_batch_size > 1
+
+    def mlp(self, inner: int, normed: int) -> list[Op]:
+        """Up, activation and down."""
+        shape, inner = self.scenario.shape, inner // self.tp
+        if "mlp" in self.modules:
+            normed = max(normed, self.hidden)
+            return [Op(normed, (3 + 2 * shape.is_gated) * self.tokens * inner * self.itemsize)]
+        width, unit = (1 + shape.is_gated) * inner, self.tokens * inner * self.itemsize
+        unfused = (
+            shape.is_gated and self.scenario.engine.name != "megatron"
+        )  # the activated gate
+        return [
+            self.linear(shape.hidden_size, width, saved=normed),
+            Op((1 + shape.is_gated + unfused) * unit, (2 + shape.is_gated + unfused) * unit + self.hidden),
+            self.linear(inner, shape.hidden_size, saved=unit),
+        ]
+
+    def experts(self, normed: int) -> list[Op]:
+        """Router, dispatch, experts of evenly routed tokens, combination, shared expert."""
+        shape, moe = self.scenario.shape, self.scenario.shape.moe
+        assert moe is not None, "callers check it"
+        etp, inner = self.scenario.sizes["etp"], shape.moe_ffn_size // self.scenario.sizes["etp"]
+        pairs = int(self.tokens // self.tp * moe.router_topk * etp * self.scenario.imbalance)
+        unit, permuted = pairs * inner * self.itemsize, pairs * shape.hidden_size * self.itemsize
+        router = self.tokens // self.tp * moe.num_experts * (3 * FP32 + 1)
+        kept = 0 if "moe_act" in self.modules else 1
+        up, down = ((1 + shape.is_gated) * inner, shape.hidden_size), (shape.hidden_size, inner)
+        ops = [Op(normed + router, 2 * self.hidden)]
+        if moe.shared_expert_intermediate_size:
+            ops += self.mlp(moe.shared_expert_intermediate_size, 0)
+        return [
+            *ops,
+            Op(int(permuted * self.share_in_fp8), 2 * permuted + (1 + shape.is_gated) * unit, (up,)),
+            Op((1 + shape.is_gated) * unit, (2 + shape.is_gated) * unit),
+            # the kernel of SwiGLU multiplies by the probabilities too
+            Op(int(kept * unit * self.share_in_fp8) + (0 if shape.is_gated else unit), permuted + unit, (down,)),
+            Op(0, 2 * permuted),
+        ]
+
+    def head(self) -> list[Op]:
+        """Final norm, logits and loss."""
+        shape, engine = self.scenario.shape, self.scenario.engine
+        columns = shape.padded_vocab_size // self.tp
+        logits = self.tokens * columns
+        statistics = self.outside * FP32 * (1 + shape.has_norm_bias)
+        if "fused loss" in self.scenario.features:  # the gradient is written over the logits
+            loss = Op(logits * self.itemsize, 0)
+        else:  # the softmax in fp32 is kept; beside it are the logits
+            further = 2 * FP32 if engine.name == "nanotron" else 0
+            further += FP32 if "compiled loss" in self.scenario.features else 0  # which is not in place
+            loss = Op(logits * FP32, logits * (self.itemsize + further))
+        # the gradient of the weight is a tensor of its own even where it is written to the buffer of gradients
+        gradients = logits * self.itemsize + 2 * self.inside + columns * shape.hidden_size * self.itemsize
+        return [
+            Op(self.hidden + statistics, 2 * self.hidden),
+            Op(self.hidden, gradients),
+            loss,
+        ]
+
+    def stage(self, spec: StageSpec) -> StagePeak:
+        """A stage with the recomputation of the configuration."""
+        ops: list[Op] = []
+        if spec.has_embedding:
+            ops.append(Op(self.dropout(self.scenario.config.model.hidden_dropout, self.hidden), self.hidden))
+        blocks = [self.block(layer) for layer in spec.layers]
+        if self.scenario.config.memory.recompute_granularity == "full":
+            for group in recomputed_groups(self.scenario.config, len(blocks)):
+                inner = [op for index in group for op in blocks[index]]
+                peak = self.peak_of_backward(inner)
+                blocks[group[0]] = [Op(self.hidden, peak.kept + peak.beside - self.hidden)]
+                for index in group[1:]:
+                    blocks[index] = []
+        offloaded = self.scenario.config.memory.cpu_offloading_num_layers  # in host memory until their backward
+        for index, block in enumerate(blocks):
+            ops += [op._replace(saved=0, working=op.working + op.saved) for op in block] if index < offloaded else block
+        if spec.has_head:
+            ops += self.head()
+        return self.peak_of_backward(ops)
+
+    def peak_of_backward(self, ops: Iterable[Op]) -> StagePeak:
+        """What operators keep, and what their backward needs beside all that is kept."""
+        ops = list(ops)
+        kept = left = sum(op.saved for op in ops)
+        beside, weights = 0, frozenset(weight for op in ops for weight in op.weights)
+        for op in reversed(ops):
+            weight = 0 if self.fuses_wgrads else sum(map(prod, op.weights)) * self.itemsize
+            beside = max(beside, left - kept + op.working + weight)
+            left -= op.saved
+        return StagePeak(kept, beside, weights)

@@ -1,0 +1,118 @@
+"""`--rows`: a prediction for every row of a table of measurements.
+
+TSV --read_table--> rows --scenario_of_row--> scenarios --predict--> TSV: id, fits, memory_gib, step_time_s, ...
+"""
+
+import csv
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from nanotrain.errors import ConfigError, NanotrainError
+from nanotrain.planner.prediction import predict
+from nanotrain.planner.row_config import Row, scenario_of_row
+from nanotrain.planner.scenario import engine_of
+
+COLUMNS = ("id", "fits", "memory_gib", "step_time_s", "tokens_per_s_per_gpu", "mfu", "note")
+NEEDED = ("layers", "hidden", "seq")  # a table without one of these columns has no row that could be modelled
+
+
+class RowPrediction(NamedTuple):
+    """A line of the output; empty strings where nothing can be said."""
+
+    id: str
+    fits: str = ""
+    memory_gib: str = ""
+    step_time_s: str = ""
+    tokens_per_s_per_gpu: str = ""
+    mfu: str = ""
+    note: str = ""
+
+
+def read_table(path: Path) -> list[dict[str, str]]:
+    """The rows of a TSV file with a header; a row without an id gets its number.
+
+    Raises:
+        ConfigError: a file that cannot be read, or is no such table.
+    """
+    fix = f"it takes a header and tab-separated rows with at least {', '.join(NEEDED)}"
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot read {path}", why=getattr(error, "strerror", "") or "it is no text", fix=fix
+        ) from None
+    rows = list(csv.reader((line for line in lines if line.strip()), delimiter="\t", quoting=csv.QUOTE_NONE))
+    header = [name.strip().lower() for name in rows[0]] if rows else []
+    missing = [name for name in NEEDED if name not in header]
+    if missing or len(set(header)) < len(header):
+        why = f"the header has no {', '.join(missing)}" if missing else "columns of its header have the same name"
+        raise ConfigError(f"{path} is no table of measurements", why=why, fix=fix)
+    for number, cells in enumerate(rows[1:], start=2):
+        if len(cells) > len(header):
+            what = f"line {number} of {path} has {len(cells)} cells"
+            raise ConfigError(what, why=f"the header has {len(header)} columns", fix=fix)
+    table = [dict(zip(header, cells, strict=False)) for cells in rows[1:]]
+    return [{**row, "id": row.get("id") or str(number)} for number, row in enumerate(table, start=1)]
+
+
+def predict_rows(rows: Iterable[dict[str, str]], *, engine: str | None = None) -> Iterator[RowPrediction]:
+    """The predictions of rows; a row that cannot be modelled has its reason as note.
+
+    Args:
+        rows: cells by column.
+        engine: name of the engine of all rows; None infers that of each.
+    """
+    known: dict[frozenset[tuple[str, str]], RowPrediction] = {}
+    for cells in rows:
+        # what a measurement says about itself, and names, have no influence
+        key = frozenset((name, text) for name, text in cells.items() if name not in ("id", "source", "model", "value"))
+        if key not in known:
+            known[key] = predict_row(cells, engine=engine)
+        yield known[key]._replace(id=cells["id"])
+
+
+def predict_row(cells: dict[str, str], *, engine: str | None = None) -> RowPrediction:
+    """The prediction of one row; arguments as for `predict_rows`."""
+    row = Row(cells)
+    try:
+        prediction = predict(scenario_of_row(row, engine=engine))
+    except NanotrainError as error:
+        return RowPrediction(cells["id"], note=" ".join(f"not modelled: {error}".split()))
+    memory, time = prediction.memory, prediction.time
+    return RowPrediction(
+        cells["id"],
+        fits="yes" if memory.fits else "no",
+        memory_gib=f"{memory.total / 2**30:.3f}",
+        step_time_s=f"{time.total:.6g}",
+        tokens_per_s_per_gpu=f"{time.tokens_per_s_per_gpu:.6g}",
+        mfu=f"{time.mfu:.4f}",
+        note="; ".join([f"engine {prediction.scenario.engine.name}", *dict.fromkeys(row.assumed)]),
+    )
+
+
+def write_rows(path: Path, predictions: Iterable[RowPrediction]) -> int:
+    """Write predictions as TSV.
+
+    Returns:
+        The number of rows that could be modelled.
+
+    Raises:
+        ConfigError: a file that cannot be written.
+    """
+    written = list(predictions)
+    lines = ["\t".join(COLUMNS), *("\t".join(row) for row in written)]
+    try:
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}", why=error.strerror or "", fix="choose another --output") from None
+    return sum(bool(row.memory_gib) for row in written)
+
+
+def run_rows(table: Path, output: Path, *, engine: str | None = None) -> str:
+    """Predict a table and write the predictions; returns a line that says how many rows were modelled."""
+    if engine is not None:
+        engine_of(engine)
+    rows = read_table(table)
+    modelled = write_rows(output, predict_rows(rows, engine=engine))
+    return f"{modelled} of {len(rows)} rows predicted, written to {output}"
