@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check --c
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install peers train test pairs mutants check format bench gpu-check docs build clean
+.PHONY: help install peers train test pairs mutants check format bench bench-plan gpu-check docs build clean
 
 help: ## show what there is to make
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -44,6 +44,9 @@ format: .venv/.installed ## write the code as ruff would
 
 bench: .venv/.installed ## memory against the table, throughput beside plain torch (minutes)
 	$(BIN)/python benchmarks/memory.py && $(BIN)/python benchmarks/throughput.py $(ARGS)
+
+bench-plan: .venv/.installed ## errors of the planner on published measurements; ARGS=FILE.tsv for another table
+	$(BIN)/python benchmarks/plan.py $(ARGS)
 
 # The tests have 5 minutes; the benchmark also runs where one fails, and ends before a job queue's limit of 10 minutes.
 gpu-check: .venv/.installed ## the tests marked gpu, then what fits of the GPU benchmark in 10 minutes; code 2 without a GPU

@@ -196,9 +196,7 @@ class LayerBytes:
             normed = max(normed, self.hidden)
             return [Op(normed, (3 + 2 * shape.is_gated) * self.tokens * inner * self.itemsize)]
         width, unit = (1 + shape.is_gated) * inner, self.tokens * inner * self.itemsize
-        unfused = (
-            shape.is_gated and self.scenario.engine.name != "megatron"
-        )  # the activated gate
+        unfused = shape.is_gated and self.scenario.engine.name != "megatron"  # the activated gate
         return [
             self.linear(shape.hidden_size, width, saved=normed),
             Op((1 + shape.is_gated + unfused) * unit, (2 + shape.is_gated + unfused) * unit + self.hidden),

@@ -186,7 +186,7 @@ def _estimated(scenario: Scenario, pp_index: int) -> MemoryEstimate:
         tokens += scenario.config.train.micro_batch_size * scenario.config.data.seq_length**2 // scenario.sizes["cp"]
     if "deferred wgrad of the head" in scenario.features and stages[-1].has_head:
         logits = scenario.shape.padded_vocab_size // scenario.sizes["tp"] * layers.tokens * layers.itemsize
-        tokens += scenario.pipeline.num_microbatches * (logits + layers.inside)
+        tokens += 2 * (logits + layers.inside)
     in_fp8 = sum(elements) - scenario.shape.padded_vocab_size * scenario.shape.hidden_size // scenario.sizes["tp"]
     params, grads, optimizer = _state(scenario, elements, weights=max(0, in_fp8))
     estimate = MemoryEstimate(

@@ -8,23 +8,37 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
 from nanotrain.config.config import Config
 from nanotrain.config.flags import parse
 from nanotrain.config.load import compose_line
+from nanotrain.config.parallel import RecomputeModule
 from nanotrain.config.schema import with_values
 from nanotrain.errors import ConfigError, ErrorCollector
 from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.scenario import DATA, Engine, Scenario, engine_of, scenario_of
 
 GPT2_VOCAB_SIZE = 50257
-UNSTATED = {"", "-", "?", "n/a", "na", "none", "null", "unknown", "not stated"}
-MODULES = ("core_attn", "mla_up_proj", "moe_act", "layernorm", "mlp", "moe")
+UNSTATED = {"", "-", "?", "n/a", "na", "null", "unknown", "not stated"}
+SIZES = ("hidden", "heads", "ffn", "experts", "topk")  # by which a published model is found
 MODEL_FIELDS = ("qk_layernorm", "add_bias_linear", "softmax_type", "window_size", "window_attn_skip_freq")
-PRECISIONS = {"nvfp4": "nvfp4", "mxfp8": "mxfp8", "fp8-mx": "mxfp8", "fp8": "fp8", "bf16": "bf16", "fp16": "fp16"}
+FLAG_OF = {
+    "layers": "num-layers",
+    "hidden": "hidden-size",
+    "heads": "num-attention-heads",
+    "seq": "seq-length",
+    "ffn": "ffn-hidden-size",
+    "vp": "num-virtual-stages-per-pipeline-rank",
+}
+
+
+@cache
+def read_data(name: str) -> Any:
+    """A file of the folder `data`."""
+    return yaml.safe_load((DATA / f"{name}.yaml").read_bytes())
 
 
 @dataclass
@@ -36,8 +50,8 @@ class Row:
 
     def text(self, column: str) -> str:
         """A cell in lower case; empty where nothing is stated."""
-        text = (self.cells.get(column) or "").strip()
-        return "" if text.lower() in UNSTATED else text.lower()
+        text = (self.cells.get(column) or "").strip().lower()
+        return "" if text in UNSTATED else text
 
     def number(self, column: str, otherwise: int | None = None) -> int | None:
         """A whole number; `otherwise` where the row has none.
@@ -46,7 +60,7 @@ class Row:
             ConfigError: something else than a number.
         """
         text = self.text(column).replace(",", "").replace("_", "")
-        if not text:
+        if text in ("", "none"):
             return otherwise
         if not re.fullmatch(r"\d{1,12}(\.0*)?", text) or not float(text):
             raise ConfigError(f"{column} is {text!r}", why="it takes a whole number of at least 1")
@@ -63,10 +77,25 @@ class Row:
         self.assumed.append(text)
         return value
 
+    def words(self, *columns: str) -> str:
+        """Columns with a space for every hyphen and underscore."""
+        return re.sub("[-_]", " ", " ".join(map(self.text, columns or ("zero", "precision", "overlap_flags", "flags"))))
+
+    def choice(self, key: str, *columns: str) -> str | None:
+        """The first choice of a key of `data/rows.yaml` that is found in columns."""
+        words = self.words(*columns)
+        found = (choice for choice, pattern in read_data("rows")[key].items() if re.search(pattern, words))
+        return next((choice.partition(" ")[0] for choice in found), None)
+
     @property
     def has_flags(self) -> bool:
         """Whether the row has the flags of a run of Megatron-LM."""
         return bool(self.text("flags"))
+
+    @property
+    def precision(self) -> str:
+        """The data type of the products."""
+        return self.choice("precision", "precision") or "bf16"
 
 
 def scenario_of_row(row: Row, *, engine: str | None = None) -> Scenario:
@@ -79,32 +108,32 @@ def scenario_of_row(row: Row, *, engine: str | None = None) -> Scenario:
     Raises:
         NanotrainError: what is missing, or what cannot be formed.
     """
-    chosen = engine_of(engine or _engine(row))
+    chosen = engine_of(engine or ("megatron" if row.has_flags else row.choice("engine") or ""))
     config, world_size = _config(row, chosen)
+    if not row.text("precision"):
+        row.assumed.append("precision not stated: bf16")
     gpu = row.text("hardware") or row.assume("h100", "hardware not stated: H100, the time is a guess")
+    tables, words = read_data("rows"), row.words()
+    options: dict[str, Any] = {name: row.choice(name) for name in ("dispatcher", "tp_overlap")}
+    options |= {name: re.search(pattern, words) is not None for name, pattern in tables["switches"].items()}
+    features = (name for name, pattern in tables["features"].items() if re.search(pattern, words))
+    if row.number("experts") and row.has_flags and "force load balancing" not in words:
+        options["imbalance"] = row.assume(1.2, "routing not balanced by force: 1.2 times an even share")
     return scenario_of(
-        config, world_size, gpu=gpu_of(gpu), engine=chosen, matmul_dtype=_precision(row), **_options(row, chosen)
+        config,
+        world_size,
+        gpu=gpu_of(gpu),
+        engine=chosen,
+        matmul_dtype=row.precision,
+        features=frozenset(features),
+        **options,
     )
-
-
-def _engine(row: Row) -> str:
-    """The program by what only its runs say."""
-    zero, options = row.text("zero"), row.text("overlap_flags")
-    if row.has_flags:
-        return "megatron"
-    if "tp_mode" in options or "fp32 grad accumulation" in row.text("precision"):
-        return "nanotron"
-    if "mfsdp" in zero or "dist-opt" in zero or "distributed-optimizer" in zero:
-        return "megatron"
-    is_sharded = re.search(r"fsdp|full_shard|hsdp|zero-?[23]", zero)
-    return "fsdp2" if is_sharded else "megatron"
 
 
 def _config(row: Row, engine: Engine) -> tuple[Config, int]:
     """The configuration and the number of ranks."""
-    base = _with_flags(row) if row.has_flags else Config()
     tp, pp, cp = (row.number(axis, 1) or 1 for axis in ("tp", "pp", "cp"))
-    if not row.text("tp") and not row.text("pp") and (row.number("gpus") or 1) > 1 and not row.has_flags:
+    if not row.text("tp") and not row.text("pp") and (row.number("gpus") or 1) > 1:
         raise ConfigError("the layout is not stated")
     world_size = row.number("gpus") or tp * pp * cp * row.required("dp")
     if world_size % (tp * pp * cp):
@@ -119,52 +148,50 @@ def _config(row: Row, engine: Engine) -> tuple[Config, int]:
         "parallel.pipeline_model_parallel_size": pp,
         "parallel.context_parallel_size": cp,
         "parallel.expert_model_parallel_size": row.number("ep", 1),
+        "parallel.data_parallel_sharding_strategy": row.choice("strategy", "zero"),
+        "precision.params_dtype": row.precision if row.precision in ("fp16", "fp32") else "bf16",
         "train.micro_batch_size": micro,
         "train.global_batch_size": batch,
         "train.step_batch_size_schedule": [],
         "data.seq_length": row.required("seq"),
     }
     if not row.has_flags:
-        values |= _model(row, engine) | _layout(row, engine, tp=tp, pp=pp)
-    values |= _sharding(row, engine) | _recompute(row)
-    config = with_values(base, values)
-    if row.has_flags and config.model.vocab_size is None:
+        values |= _model(row, engine) | _layout(row, engine, tp=tp, pp=pp) | _recomputation(row)
+    config = with_values(_with_flags(row) if row.has_flags else Config(), values)
+    model, stages = config.model, pp * config.parallel.num_virtual_stages_per_pipeline_rank
+    if model.vocab_size is None:
         size = row.number("vocab") or row.assume(GPT2_VOCAB_SIZE, "vocabulary not stated: GPT-2's")
-        config = replace(config, model=replace(config.model, vocab_size=size))
-    pad = config.model.make_vocab_size_divisible_by * (tp if engine.name == "megatron" else 1)
-    model = replace(config.model, make_vocab_size_divisible_by=pad).with_padding_for(tp)
-    stages = pp * config.parallel.num_virtual_stages_per_pipeline_rank
-    if model.num_layers < stages and config.parallel.pipeline_model_parallel_layout is None:
+        model = replace(model, vocab_size=size)
+    pad = model.make_vocab_size_divisible_by * (tp if engine.name == "megatron" else 1)
+    model = replace(model, make_vocab_size_divisible_by=pad).with_padding_for(tp)
+    if model.num_layers + sum(config.parallel.counted_ends) < stages:
         raise ConfigError(f"{model.num_layers} layers cannot form {stages} pipeline stages")
-    heads = model.num_attention_heads
-    if heads % tp or (model.mla is None and heads % model.query_groups):
-        raise ConfigError(f"{heads} heads in {model.query_groups} groups cannot be split over tp={tp}")
+    if model.num_attention_heads % tp or (model.mla is None and model.num_attention_heads % model.query_groups):
+        raise ConfigError(f"{model.num_attention_heads} heads in {model.query_groups} groups cannot form tp={tp}")
     return replace(config, model=model), world_size
 
 
 def _with_flags(row: Row) -> Config:
     """The configuration of Megatron-LM's flags, with its defaults."""
-    columns = {"layers": "num-layers", "hidden": "hidden-size", "heads": "num-attention-heads", "seq": "seq-length"}
-    words = tuple(f"{flag}={row.required(column)}" for column, flag in columns.items())
-    for column, flag in (("ffn", "ffn-hidden-size"), ("vp", "num-virtual-stages-per-pipeline-rank")):
-        words += (f"{flag}={row.number(column)}",) if row.number(column) else ()
-    config, ignored = _of_flags(words + (f"max-position-embeddings={row.required('seq')}",), row.cells["flags"])
-    if ignored:
-        row.assumed.append(f"flags left out: {ignored}")
+    stated = {flag: row.number(column) for column, flag in FLAG_OF.items() if row.number(column)}
+    stated["max-position-embeddings"] = row.required("seq")
+    config, ignored = _of_flags(tuple(f"{flag}={number}" for flag, number in stated.items()), row.cells["flags"])
+    row.assumed += [f"flags left out: {ignored}"] if ignored else []
     return config
 
 
 @cache
 def _of_flags(words: tuple[str, ...], flags: str) -> tuple[Config, str]:
     """The configuration of flags without their hyphens, and the mistakes in them."""
-    # A list is written as name=[a b c]; its further values have no flag before them.
-    listed = re.sub(r"=\[([^\[\]=]*)\]", lambda match: " " + match.group(1), flags)
-    known, argv = {word.partition("=")[0] for word in flags.split()}, ["--megatron-defaults"]
-    for word in (*listed.split(), *words):
-        argv.append(f"--{word}" if word in words or word.partition("=")[0] in known else word)
+    # A list is written as name=[a b c]; its further values are no flags.
+    argv, is_list = ["--megatron-defaults"], False
+    for word in (*flags.split(), *words):
+        name, _, value = word.partition("=[")
+        argv += [word.rstrip("]")] if is_list else [f"--{name}", value.rstrip("]")] if value else [f"--{word}"]
+        is_list = (is_list or bool(value)) and not word.endswith("]")
     errors = ErrorCollector()
     config = compose_line(parse(argv), errors=errors).config
-    if config.parallel.num_virtual_stages_per_pipeline_rank > 1 and config.parallel.pipeline_schedule == "1f1b":
+    if config.parallel.num_virtual_stages_per_pipeline_rank > 1:
         config = with_values(config, {"parallel.pipeline_schedule": "interleaved"})
     return config, "; ".join(error.what for error in errors.errors)
 
@@ -172,10 +199,8 @@ def _of_flags(words: tuple[str, ...], flags: str) -> tuple[Config, str]:
 def _model(row: Row, engine: Engine) -> dict[str, Any]:
     """Values of the model section."""
     layers, hidden = row.required("layers"), row.required("hidden")
-    known, heads = _known(row), row.number("heads")
-    if heads is None:
-        heads = row.assume(max(1, hidden // 128), "heads not stated: 128 channels each")
-    head_dim = known.get("head_dim") or hidden // heads
+    known = _known(row)
+    heads = row.number("heads") or row.assume(max(1, hidden // 128), "heads not stated: 128 channels each")
     if "head_dim" not in known and hidden % heads:
         raise ConfigError(f"{heads} heads do not divide hidden {hidden}")
     is_mla = row.text("kv_heads") == "mla" or "q_lora" in known
@@ -183,11 +208,10 @@ def _model(row: Row, engine: Engine) -> dict[str, Any]:
     ffn = row.number("ffn") or row.assume(4 * hidden, "ffn not stated: 4 x hidden")
     vocab = row.number("vocab") or row.assume(GPT2_VOCAB_SIZE, "vocabulary not stated: GPT-2's")
     gated = known.get("gated", engine.name == "nanotron" or groups < heads or ffn != 4 * hidden)
-    options, note = row.text("overlap_flags"), row.text("note")
-    tied = known.get("tied", re.search(r"\btied", options + " " + note) is not None)
-    stated = re.search(r"n_params (\d+)", note)
+    tied = known.get("tied", bool(re.search(r"\btied", row.words("overlap_flags", "note"))))
+    stated = re.search(r"n_params (\d+)", row.text("note"))
     if stated and not row.number("experts"):  # the kind of MLP and of head whose parameters are as many as stated
-        attention = layers * hidden * head_dim * 2 * (heads + groups)
+        attention = layers * hidden * hidden * 2 * (heads + groups) // heads
         counts = {
             (is_gated, is_tied): attention + layers * (2 + is_gated) * hidden * ffn + (2 - is_tied) * vocab * hidden
             for is_gated in (False, True)
@@ -199,7 +223,7 @@ def _model(row: Row, engine: Engine) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_query_groups": groups,
-        "kv_channels": head_dim,
+        "kv_channels": known.get("head_dim"),
         "vocab_size": vocab,
         "ffn_hidden_size": ffn,
         "max_position_embeddings": row.required("seq"),
@@ -210,10 +234,8 @@ def _model(row: Row, engine: Engine) -> dict[str, Any]:
         **{name: known[name] for name in MODEL_FIELDS if name in known},
     }
     if is_mla:
-        rank = known.get("q_lora", 1536)
-        values |= {"multi_latent_attention": True, "kv_channels": None, "mla.q_lora_rank": rank or None}
-        if "q_lora" not in known:
-            row.assumed.append("sizes of MLA not stated: those of DeepSeek-V3")
+        rank = known["q_lora"] if known else row.assume(1536, "sizes of MLA not stated: those of DeepSeek-V3")
+        values |= {"multi_latent_attention": True, "mla.q_lora_rank": rank or None}
     if num_experts := row.number("experts"):
         values |= _experts(row, known, num_experts=num_experts, ffn=ffn)
     return {f"model.{name}": value for name, value in values.items()}
@@ -243,39 +265,30 @@ def _experts(row: Row, known: Mapping[str, Any], *, num_experts: int, ffn: int) 
     }
 
 
-@cache
-def _models() -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = yaml.safe_load((DATA / "models.yaml").read_bytes())
-    return rows
-
-
 def _known(row: Row) -> dict[str, Any]:
     """The published model with the sizes of a row; empty without one."""
-    columns = ("hidden", "heads", "ffn", "experts", "topk")
-    sizes = {column: row.number(column) for column in columns}
-    kv, layers = row.text("kv_heads"), row.number("layers") or 0
+    sizes, kv = {column: row.number(column) for column in SIZES}, row.text("kv_heads")
     found = [
         model
-        for model in _models()
-        if all(model.get(column) == sizes[column] for column in columns)
-        and (not kv or "kv" not in model or kv == str(model["kv"]))
-        and not (kv.isdigit() and "q_lora" in model and int(kv) != model["heads"])
+        for model in read_data("models")
+        if all(model.get(column) == size for column, size in sizes.items())
+        and not (kv.isdigit() and kv != str(model.get("kv", model["heads"] if "q_lora" in model else kv)))
     ]
+    layers = row.number("layers") or 0
     return min(found, key=lambda model: abs(model["layers"] - layers), default={})
 
 
 def _layout(row: Row, engine: Engine, *, tp: int, pp: int) -> dict[str, Any]:
-    """Values of the parallel section that columns state in words."""
+    """Values of the parallel and precision sections that columns state in words."""
     options, virtual = row.text("overlap_flags"), row.number("vp")
     if virtual is None and pp > 1 and "interleaved" in options:
-        layers = row.required("layers")
-        virtual = 2 if layers % (2 * pp) == 0 else 1
+        virtual = 2 if row.required("layers") % (2 * pp) == 0 else 1
         row.assumed.append(f"virtual stages not stated: {virtual}")
     sequence_parallel = tp > 1 and "no sequence parallel" not in options
-    if sequence_parallel and engine.name == "megatron" and "dist-opt" not in row.text("zero"):
+    if sequence_parallel and engine.name == "megatron" and "dist opt" not in row.words("zero"):
         sequence_parallel = row.assume(False, "sequence parallelism not stated: none")
     overlaps = not re.search(r"no tp/dp/p2p overlap|no overlap", options)
-    return {
+    values = {
         "parallel.num_virtual_stages_per_pipeline_rank": virtual or 1,
         "parallel.pipeline_schedule": "interleaved" if (virtual or 1) > 1 else "1f1b",
         "parallel.sequence_parallel": sequence_parallel,
@@ -284,78 +297,27 @@ def _layout(row: Row, engine: Engine, *, tp: int, pp: int) -> dict[str, Any]:
         "parallel.overlap_grad_reduce": overlaps,
         "parallel.overlap_param_gather": overlaps,
     }
-
-
-def _sharding(row: Row, engine: Engine) -> dict[str, Any]:
-    """The data-parallel strategy and the dtypes of parameters and gradients."""
-    zero, matmul = row.text("zero").replace("-", "_"), _precision(row)
-    dtype = matmul if matmul in ("fp16", "fp32") else "bf16"
-    values: dict[str, Any] = {"precision.params_dtype": dtype}
-    if engine.name == "fsdp2" and "pure" in row.text("precision"):
-        values["precision.grad_reduce_in_bf16"] = dtype == "bf16"
-    if matmul in ("fp8", "mxfp8", "nvfp4") and not row.has_flags:
+    if "pure" in row.words("precision"):
+        values["precision.grad_reduce_in_bf16"] = True
+    if row.precision in ("fp8", "mxfp8", "nvfp4"):
         values |= {"precision.fp8.format": "hybrid", "precision.fp8.recipe": "tensorwise"}
-    if re.search(r"optim_grads_params|zero_?3|full_shard|fsdp|hsdp", zero):
-        strategy = "optim_grads_params"
-    elif re.search(r"zero_?2|optim_grads|grad_op", zero):
-        strategy = "optim_grads"
-    else:
-        strategy = "optim" if re.search(r"zero_?1|dist_opt|distributed_opt|\boptim\b", zero) else "no_shard"
-    return values | {"parallel.data_parallel_sharding_strategy": strategy}
-
-
-def _precision(row: Row) -> str:
-    """The data type of the products."""
-    text = row.text("precision")
-    found = [dtype for word, dtype in PRECISIONS.items() if word in text]
-    if found:
-        return found[0]
-    return "fp32" if re.search(r"fp32|tf32", text) else row.assume("bf16", "precision not stated: bf16")
-
-
-def _recompute(row: Row) -> dict[str, Any]:
-    """Values of the memory section."""
-    text, options = row.text("recompute"), row.text("overlap_flags")
-    values: dict[str, Any] = {}
-    if offloaded := re.search(r"cpu_offloading_num_layers\W+(\d+)", options):
-        values = {"memory.cpu_offloading": True, "memory.cpu_offloading_num_layers": int(offloaded.group(1))}
-    if row.has_flags:
-        return values
-    modules = [name for name in MODULES if re.search(rf"\b{name}\b", text)]
-    is_full = re.search(r"\bfull\b", text)
-    if is_full or modules or "selective" in text:
-        values["memory.recompute_granularity"] = "full" if is_full else "selective"
-        values["memory.recompute_modules"] = [] if is_full else modules
-    number = re.search(r"num_layers\W+(\d+)", text)
-    if is_full and number:
-        values["memory.recompute_num_layers"] = int(number.group(1))
-        values["memory.recompute_method"] = "block" if "block" in text else "uniform"
-    if not (row.cells.get("recompute") or "").strip():
-        row.assumed.append("recomputation not stated: none")
     return values
 
 
-def _options(row: Row, engine: Engine) -> dict[str, Any]:
-    """Fields of the scenario that no setting of nanotrain says."""
-    text = (row.text("overlap_flags") + " " + row.text("flags")).replace("-", " ").replace("_", " ")
-    is_wide = re.search(r"flex|hybridep|deepep", text)
-    features = {
-        "fused loss": re.search(r"fusion impl=te|cross entropy fusion", text),
-        "compiled loss": "cross entropy loss fusion" in text and "fusion impl=te" not in text,
-        "deferred wgrad of the head": "defer embedding wgrad compute" in text,
-        "local layers": "transformer impl=local" in text,
-        "attention mask": row.has_flags and "no create attention mask" not in text,
-    }
-    options: dict[str, Any] = {
-        "dispatcher": "flex" if is_wide else "allgather" if "dispatcher type=allgather" in text else "alltoall",
-        "cuda_graphs": "cuda graph" in text,
-        "ep_overlap": re.search(r"overlap moe expert parallel comm(?! = false)", text) is not None,
-        "features": frozenset(name for name, has in features.items() if has),
-    }
-    if re.search(r"no tp/dp/p2p overlap|tp comm overlap = false", text):
-        options["tp_overlap"] = "none"
-    elif "tp comm overlap" in text:
-        options["tp_overlap"] = "tiles"
-    if row.number("experts") and engine.name == "megatron" and row.has_flags and "force load" not in text:
-        options["imbalance"] = row.assume(1.1, "routing not balanced by force: 1.1 times an even share")
-    return options
+def _recomputation(row: Row) -> dict[str, Any]:
+    """Values of the memory section."""
+    text, number = row.text("recompute"), re.search(r"num_layers\W+(\d+)", row.text("recompute"))
+    granularity = row.choice("granularity", "recompute")
+    if "none" in text and "modules" not in text:
+        granularity = None
+    if not text:
+        row.assumed.append("recomputation not stated: none")
+    modules = [name for name in get_args(RecomputeModule) if re.search(rf"\b{name}\b", text)]
+    is_full = granularity == "full"
+    values: dict[str, Any] = {"recompute_granularity": granularity, "recompute_modules": [] if is_full else modules}
+    if is_full and number:
+        method = "block" if "block" in text else "uniform"
+        values |= {"recompute_num_layers": int(number.group(1)), "recompute_method": method}
+    if offloaded := re.search(r"cpu_offloading_num_layers\W+(\d+)", row.text("overlap_flags")):
+        values |= {"cpu_offloading": True, "cpu_offloading_num_layers": int(offloaded.group(1))}
+    return {f"memory.{name}": value for name, value in values.items()}

@@ -5,15 +5,19 @@ TSV --read_table--> rows --scenario_of_row--> scenarios --predict--> TSV: id, fi
 
 import csv
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from nanotrain.config.schema import with_values
 from nanotrain.errors import ConfigError, NanotrainError
-from nanotrain.planner.prediction import predict
+from nanotrain.planner.memory import memory_of_rank
+from nanotrain.planner.prediction import Prediction, predict
 from nanotrain.planner.row_config import Row, scenario_of_row
 from nanotrain.planner.scenario import engine_of
 
 COLUMNS = ("id", "fits", "memory_gib", "step_time_s", "tokens_per_s_per_gpu", "mfu", "note")
+LIGHT_MODULES = (("layernorm", "mla_up_proj", "moe_act"), ("layernorm", "mla_up_proj", "mlp", "moe"))
 NEEDED = ("layers", "hidden", "seq")  # a table without one of these columns has no row that could be modelled
 
 
@@ -76,19 +80,38 @@ def predict_row(cells: dict[str, str], *, engine: str | None = None) -> RowPredi
     """The prediction of one row; arguments as for `predict_rows`."""
     row = Row(cells)
     try:
-        prediction = predict(scenario_of_row(row, engine=engine))
+        scenario = scenario_of_row(row, engine=engine)
+        prediction = predict(scenario)
+        if not prediction.memory.fits and not row.text("recompute") and not row.has_flags:
+            prediction = _with_recomputation(row, prediction)
     except NanotrainError as error:
         return RowPrediction(cells["id"], note=" ".join(f"not modelled: {error}".split()))
     memory, time = prediction.memory, prediction.time
+    shown = memory
+    if row.has_flags:  # Megatron-LM logs the bytes of the last rank
+        shown = memory_of_rank(scenario, scenario.sizes["pp"] - 1)
+        row.assumed.append("memory of the last pipeline rank")
     return RowPrediction(
         cells["id"],
         fits="yes" if memory.fits else "no",
-        memory_gib=f"{memory.total / 2**30:.3f}",
+        memory_gib=f"{shown.total / 2**30:.3f}",
         step_time_s=f"{time.total:.6g}",
         tokens_per_s_per_gpu=f"{time.tokens_per_s_per_gpu:.6g}",
         mfu=f"{time.mfu:.4f}",
         note="; ".join([f"engine {prediction.scenario.engine.name}", *dict.fromkeys(row.assumed)]),
     )
+
+
+def _with_recomputation(row: Row, prediction: Prediction) -> Prediction:
+    """The prediction with the least recomputation of modules that fits, where a row does not state any."""
+    for modules in LIGHT_MODULES:
+        values = {"memory.recompute_granularity": "selective", "memory.recompute_modules": list(modules)}
+        config = with_values(prediction.scenario.config, values)
+        lighter = predict(replace(prediction.scenario, config=config))
+        if lighter.memory.fits:
+            row.assumed.append(f"it fits with recomputation of {', '.join(modules)}, which is assumed")
+            return lighter
+    return prediction
 
 
 def write_rows(path: Path, predictions: Iterable[RowPrediction]) -> int:

@@ -1,0 +1,94 @@
+"""Bytes per operator in closed form: Korthikanti et al. (2022), section 4, where their terms are the same."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nanotrain.planner.layer_bytes import LayerBytes, Op
+from nanotrain.spec.stages import StageSpec
+from tests.planner.scenarios import llama
+
+S, B, H, F = 4096, 1, 4096, 14336
+
+
+def kept(layer: int = 0, **values: Any) -> int:
+    return sum(op.saved for op in LayerBytes(llama(8, **values)).block(layer))
+
+
+def test_a_dense_block_keeps_what_its_operators_read() -> None:
+    tokens, statistics = S * B, S * B * 4
+    norms = 2 * (2 * tokens * H * 2 + statistics)  # input and output of both
+    attention = tokens * (H + 2 * H // 4 + H) * 2 + statistics * 32  # queries, keys, values, output, log-sum-exp
+    mlp = tokens * 3 * F * 2  # gate and up, and their product
+    assert kept() == norms + attention + mlp
+
+
+def test_sequence_parallelism_divides_all_of_it() -> None:
+    assert kept(tp=8) == kept() // 8
+    assert kept(tp=8, sequence_parallel=False) > kept(tp=8)
+
+
+def test_written_scores_are_kept_with_their_dropout() -> None:
+    scores = 32 * S * S * B * 2
+    statistics = 32 * S * B * 4
+    assert kept(attention_backend="unfused") == kept() + scores - statistics
+    dropped = kept(attention_backend="unfused", attention_dropout=0.1)
+    assert dropped == kept(attention_backend="unfused") + scores + scores // 2
+
+
+@pytest.mark.parametrize(("module", "less"), [("layernorm", 2 * S * H * 2), ("mlp", 3 * S * F * 2)])
+def test_recomputed_modules_are_not_kept(module: str, less: int) -> None:
+    assert kept(recompute_granularity="selective", recompute_modules=[module]) == kept() - less
+
+
+def test_full_recomputation_keeps_the_input_of_every_block() -> None:
+    layers = LayerBytes(llama(8, recompute_granularity="full"))
+    stage = layers.stage(StageSpec(1, 8, 16, has_embedding=False, has_head=False))
+    assert stage.kept == 8 * S * B * H * 2
+    assert stage.beside > kept() - S * B * H * 2
+
+
+def test_offloaded_layers_are_kept_elsewhere() -> None:
+    stage = StageSpec(1, 8, 16, has_embedding=False, has_head=False)
+    all_kept = LayerBytes(llama(8)).stage(stage)
+    few = LayerBytes(llama(8, cpu_offloading=True, cpu_offloading_num_layers=6)).stage(stage)
+    assert few.kept * 4 == all_kept.kept
+
+
+def test_the_backward_frees_what_it_has_read() -> None:
+    layers = LayerBytes(llama(8))
+    peak = layers.peak_of_backward([Op(10, 3), Op(20, 5), Op(30, 1)])
+    assert peak.kept == 60
+    assert peak.beside == 1  # later 5 - 30 and 3 - 50
+    assert layers.peak_of_backward([Op(10, 50), Op(20, 5)]).beside == 30
+
+
+def test_unfused_weight_gradients_are_tensors() -> None:
+    fused, unfused = (LayerBytes(llama(8, gradient_accumulation_fusion=fusion)) for fusion in (None, False))
+    ops = fused.block(0)
+    weights = max(out * inputs for op in ops for out, inputs in op.weights)
+    assert 0 < unfused.peak_of_backward(ops).beside - fused.peak_of_backward(ops).beside <= weights * 2
+
+
+def test_experts_keep_evenly_routed_tokens() -> None:
+    values = {"num_experts": 8, "moe_router_topk": 2, "ep": 4, "expert_tensor_parallel_size": 1}
+    layers = LayerBytes(llama(8, **values))
+    pairs = 2 * S * B
+    assert sum(op.saved for op in layers.block(0)) > pairs * (H + 3 * F) * 2
+    assert LayerBytes(replace(layers.scenario, imbalance=1.5)).block(0)[4].saved == layers.block(0)[4].saved
+    more = sum(op.saved for op in LayerBytes(replace(layers.scenario, imbalance=1.5)).block(0))
+    assert more - sum(op.saved for op in layers.block(0)) == pairs // 2 * (H + 3 * F) * 2
+
+
+def test_inputs_in_8_bits_are_smaller() -> None:
+    scenario = llama(8)
+    low = replace(scenario, matmul_dtype="fp8")
+    assert sum(op.saved for op in LayerBytes(low).block(0)) < kept()
+
+
+def test_a_fused_loss_keeps_low_precision_logits() -> None:
+    scenario = llama(8)
+    logits = S * B * 128256
+    assert LayerBytes(scenario).head()[-1] == Op(logits * 4, logits * 2)
+    assert LayerBytes(replace(scenario, features=frozenset({"fused loss"}))).head()[-1] == Op(logits * 2, 0)
