@@ -42,7 +42,7 @@ class Run:
 
     @property
     def measured(self) -> float | None:
-        """Tokens per second and GPU; of FLOP/s by the formula of Narayanan et al. (2021), which counts recomputation."""
+        """Tokens per second and GPU; FLOP/s are read by the formula of Narayanan et al. (2021), with recomputation."""
         cells = self.cells
         if not cells.get("value"):
             return None

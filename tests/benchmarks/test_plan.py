@@ -26,9 +26,8 @@ def test_step_times_and_flops_are_throughput() -> None:
 
 
 def test_regret_is_what_the_choice_loses() -> None:
-    layouts = [
-        run(m, p, tp=str(2**i), pp="1") for i, (m, p) in enumerate([(50, 9), (100, 8), (80, 10), (1, 1), (2, 2)])
-    ]
+    pairs = [(50, 9), (100, 8), (80, 10), (1, 1), (2, 2)]
+    layouts = [run(*pair, tp=str(2**power), pp="1") for power, pair in enumerate(pairs)]
     assert regrets(layouts) == ([pytest.approx(0.2)], [pytest.approx(0.5)])
     assert regrets(layouts[:4]) == ([], [])
 
