@@ -55,9 +55,8 @@ class Run:
             return None
         layers, hidden, seq = (int(cells[name]) for name in ("layers", "hidden", "seq"))
         per_token = (96 if cells.get("recompute") == "full" else 72) * layers * hidden**2
-        return (
-            value * 1e12 / per_token / (1 + seq / 6 / hidden + int(cells.get("vocab") or 50304) / 16 / layers / hidden)
-        )
+        head = int(cells.get("vocab") or 50304) / 16 / layers / hidden
+        return value * 1e12 / per_token / (1 + seq / 6 / hidden + head)
 
     @property
     def error(self) -> float | None:
