@@ -178,7 +178,7 @@ def _estimated(scenario: Scenario, pp_index: int) -> MemoryEstimate:
     weights = frozenset(weight for peak in peaks.values() for weight in peak.weights)
     # Transformer Engine returns a tensor of a weight's shape where the product has added its gradient to the buffer
     unused = sum(map(prod, weights)) * layers.itemsize if layers.fuses_wgrads else 0
-    kept, beside = _peak(peaks, _in_flight_schedule(scenario), pp_index)
+    kept, beside = _peak(peaks, _in_flight_schedule(scenario), pp_index=pp_index)
     tokens = layers.tokens * 5 * INT64
     if scenario.pipeline.num_stages_per_rank > 1:  # received ahead of their use
         tokens += 3 * layers.hidden
@@ -203,7 +203,7 @@ def _estimated(scenario: Scenario, pp_index: int) -> MemoryEstimate:
     return replace(estimate, overhead=_overhead(scenario, estimate.total))
 
 
-def _peak(peaks: dict[int, StagePeak], schedule: Schedule, pp_index: int) -> tuple[int, int]:
+def _peak(peaks: dict[int, StagePeak], schedule: Schedule, *, pp_index: int) -> tuple[int, int]:
     """Kept bytes and those beside them, at the moment with the most."""
     now, most = 0, (0, 0)
     for action in schedule.actions[pp_index]:
