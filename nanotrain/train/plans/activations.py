@@ -53,6 +53,8 @@ class Activations:
         self.has_fp8 = config.precision.fp8 is not None
         self.itemsize = Precision.of(config.precision).params.itemsize
         self.width = self.shape.hidden_size * self.itemsize
+        layers = [layer for stage in plan.stages for layer in (*stage.spec.layers, *stage.mtp_layers)]
+        self.has_experts = any(map(self.shape.has_experts, layers))
 
     def stage(self, spec: StageSpec) -> StageBytes:
         """The blocks, the head and the multi-token prediction of a stage, with the recomputation of the plan."""
@@ -112,7 +114,7 @@ class Activations:
 
     def block_working(self) -> int:
         """Temporaries of the backward of a block: gradients of hidden states, inside the MLP and of experts."""
-        moe = self.shape.moe
+        moe = self.shape.moe if self.has_experts else None
         inner = max(self.shape.ffn_size, moe.router_topk * self.shape.moe_ffn_size if moe else 0) // self.tp
         if self.device == "cpu":
             return self.tokens * 3 * (inner * self.itemsize + self.width) + self._fp8_working()
