@@ -99,7 +99,7 @@ class AttentionDevice:
     @classmethod
     def of(cls, device: torch.device) -> "AttentionDevice":
         """The description of a live device with the installed torch."""
-        return cls(device.type, compute_capability(device), installed_torch())
+        return cls("cpu" if device.type == "cpu" else "cuda", compute_capability(device), installed_torch())
 
 
 def installed_torch() -> tuple[int, int]:

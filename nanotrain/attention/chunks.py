@@ -137,9 +137,9 @@ def chunk_backward(chunk: AttentionChunk, merged: AttentionResult, *, grad: Tens
 def _ops(chunk: AttentionChunk) -> AttentionOps:
     """torch's fused operator where it can compute the chunk, else the eager form."""
     has_options = chunk.softcap is not None or chunk.dropout is not None
-    if has_options or (chunk.query.is_cuda and not _is_for_flash(chunk)):
+    if has_options or (not chunk.query.is_cpu and not _is_for_flash(chunk)):
         return EAGER
-    return FUSED.get(chunk.query.device.type, EAGER)
+    return FUSED["cpu" if chunk.query.is_cpu else "cuda"]
 
 
 def _is_for_flash(chunk: AttentionChunk) -> bool:

@@ -50,13 +50,13 @@ def attend(
     """
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
-    is_rounded = not query.is_cuda and query.itemsize == 2 and torch.is_grad_enabled()
+    is_rounded = query.is_cpu and query.itemsize == 2 and torch.is_grad_enabled()
     if grouped and (repeats_heads or is_rounded):
         repeats = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
         grouped = False
     head_dim, value_head_dim = key.shape[-1], value.shape[-1]
-    is_padded = value_head_dim < head_dim and (pads_values or not query.is_cuda)
+    is_padded = value_head_dim < head_dim and (pads_values or query.is_cpu)
     if is_padded:
         value = F.pad(value, (0, head_dim - value_head_dim))
     is_causal, bias = mask is None, cast(Any, mask)
@@ -99,7 +99,7 @@ class SdpaKernel:
         self, query: Tensor, *, key: Tensor, value: Tensor, call: AttentionCall, scores: ScoreOptions | None
     ) -> Tensor:
         """Attend."""
-        if scores is None and call.is_causal and (call.queries == call.keys or query.is_cuda):
+        if scores is None and call.is_causal and (call.queries == call.keys or not query.is_cpu):
             return self.attend(query, key=key, value=value)
         return TileKernel()(query, key=key, value=value, call=call, scores=scores)
 

@@ -119,8 +119,10 @@ def device_name(device: torch.device) -> str:
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """The CUDA compute capability, (9, 0) for an H100; None on a CPU."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    """The CUDA compute capability, (9, 0) for an H100 and for the meta device of a dry run; None on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)
+    return (9, 0) if device.type == "meta" else None
 
 
 def synchronize(device: torch.device) -> None:

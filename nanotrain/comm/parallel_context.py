@@ -152,11 +152,17 @@ class ParallelContext:
         context._destroy()
 
     @classmethod
-    def attach(cls, topology: Topology, *, timeout_s: float = 600.0) -> "ParallelContext":
-        """The context on the default process group of this process; without one, a world of one rank."""
-        if not dist.is_initialized():
-            return cls(topology, 0, device=torch.device("cpu"))._with_groups(timeout_s)
-        return cls(topology, dist.get_rank(), device=process_group_device(dist.group.WORLD))._with_groups(timeout_s)
+    def attach(
+        cls, topology: Topology, *, timeout_s: float = 600.0, device: torch.device | None = None
+    ) -> "ParallelContext":
+        """The context on the default process group of this process; without one, a world of one rank.
+
+        `device` is by default the one whose tensors the process group communicates.
+        """
+        rank = 0
+        if dist.is_initialized():
+            rank, device = dist.get_rank(), device or process_group_device(dist.group.WORLD)
+        return cls(topology, rank, device=device or torch.device("cpu"))._with_groups(timeout_s)
 
     def _with_groups(self, timeout_s: float) -> "ParallelContext":
         """Create the process groups, and the groups of this rank on them."""

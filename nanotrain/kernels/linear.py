@@ -76,7 +76,7 @@ def write_wgrad(grad: Tensor, x: Tensor, *, out: Tensor, adds: bool = False) -> 
 
 def adds_wider(device_type: str) -> bool:
     """Whether a product of 16-bit matrices can be added to an fp32 matrix where it is computed: by cuBLAS only."""
-    return device_type == "cuda"
+    return device_type != "cpu"
 
 
 @dataclass(frozen=True)

@@ -243,7 +243,7 @@ def _build_train_iterator(
 ) -> BatchIterator:
     options = BatchOptions(
         # Voting one step ahead saves time on a GPU only: on a CPU the host runs the step itself and waits just as long.
-        is_ahead=model.context.device.type == "cuda",
+        is_ahead=model.context.device.type != "cpu",
         prepare=parts.prepare,
         counts=parts.counts,
         settings=lambda: StepSettings.at(batches.consumed_samples, plan=model.plan, lr_schedule=lr_schedule),

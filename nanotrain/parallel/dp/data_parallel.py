@@ -291,7 +291,7 @@ class DataParallel:
     def _move_parameters(self, module: nn.Module) -> None:
         """Make the module's parameters views of the buffer that pass on their gradients."""
         writes, is_transient = self.options.writes_wgrads, self.options.strategy.shard_grads
-        writes_wgrads = self.param_buffer.is_cuda if writes is None else writes
+        writes_wgrads = not self.param_buffer.is_cpu if writes is None else writes
         traced = traced_units(self.layout, is_transient=is_transient, num_blocks=self.options.num_gather_blocks)
         for bucket in self.buckets:
             bucket.params.allocate()

@@ -101,9 +101,15 @@ class AllToAllTokenDispatcher:
         start_all_to_all(received, sent, input_splits=ones, output_splits=ones, group=self._ep).wait()
         gathered = received.new_zeros((self._etp.size, *received.shape))
         all_gather_into(gathered, received, group=self._etp)
-        numbers = torch.cat([sent.sum(1), received.sum(1), gathered.sum((1, 2))]).tolist()
+        numbers = on_host(torch.cat([sent.sum(1), received.sum(1), gathered.sum((1, 2))]))
         size = self._ep.size
         return _Splits(numbers[:size], numbers[size : 2 * size], numbers[2 * size :], gathered.flatten(0, 1))
+
+
+def on_host(counts: Tensor) -> list[int]:
+    """Token counts on the host, which waits for the device."""
+    numbers: list[int] = counts.tolist()
+    return numbers
 
 
 @dataclass(frozen=True)

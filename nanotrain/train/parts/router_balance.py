@@ -1,18 +1,18 @@
 """Routers: their statistics are summed and reported once per step, and expert biases move against the imbalance."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanotrain.comm.collectives import all_gather_object
 from nanotrain.model.router_stats import SCALARS, HasRouterState, expert_biases, routers_of
 from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import Update
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.parts.part import BuiltModel, StepPart
+from nanotrain.train.plans.plan import Plan
 
 
 class RouterBalance(StepPart):
@@ -23,8 +23,8 @@ class RouterBalance(StepPart):
         assert moe is not None, "only a mixture of experts has routers"
         self._rate, self._length = moe.router_bias_update_rate, moe.num_experts + len(SCALARS)
         self._routers = {name: router for stage in self._stages.values() for name, router in routers_of(stage).items()}
-        gathered = all_gather_object([*self._routers], model.context.groups["pp"])
-        self._names = [name for names in gathered for name in names]  # of the whole model
+        self._names = [*router_names(model.plan)]
+        assert self._routers.keys() <= set(self._names), "a router that the other ranks would not sum"
 
     def sums(self, *, is_logged: bool) -> Tensor:
         """[routers * (E + 5)], and reset the statistics; a router is on the ranks of one stage."""
@@ -49,6 +49,13 @@ class RouterBalance(StepPart):
 
     def tensors(self) -> dict[TensorBox, Tensor]:
         return router_biases(self._stages)
+
+
+def router_names(plan: Plan) -> Iterator[str]:
+    """The routers of the whole model by name."""
+    shape = plan.shape
+    yield from (f"layers.{layer}.mlp.router" for layer in range(shape.num_layers) if shape.has_experts(layer))
+    yield from (f"mtp.{i}.block.mlp.router" for i, layer in enumerate(shape.mtp_layers) if shape.has_experts(layer))
 
 
 def update_expert_bias(router: HasRouterState, tokens_per_expert: Tensor, *, rate: float) -> None:
