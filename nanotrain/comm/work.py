@@ -1,7 +1,7 @@
 """`Work`, the handle of an asynchronous operation, and `translate_errors`, which adds group and rank to torch's errors.
 
 Until `wait`, a `Work` keeps torch's handles and every tensor that is read or written alive: memory that is freed
-earlier may be allocated again while a transfer on another stream still uses it. tests/happens_before.py checks this. On
+earlier may be allocated again while a transfer on another stream still uses it. `comm/recorder.py` checks this. On
 NCCL `wait` makes the current stream wait, not the host; on gloo it blocks the host.
 """
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from nanotrain.comm import collectives
+from nanotrain.comm.recorder import Race
 from nanotrain.comm.work import Work
 from nanotrain.kernels.linear import CAN_TRACE
 from nanotrain.memory import block_transforms
@@ -29,7 +30,7 @@ from nanotrain.parallel.pp.executor import run_forward
 from nanotrain.topology.topology import Topology
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
-from tests.happens_before import Race, RecordedCopies, RecordedTransfer, Recorder, recorded_world
+from tests.happens_before import RecordedCopies, RecordedTransfer, Recorder, recorded_world
 from tests.harness import SHORT_NAMES, parallel_config
 from tests.laws.worlds import Case, build_here
 

@@ -1,0 +1,303 @@
+"""Recorder of one rank: what it sends, the bytes that it allocates, and law L9 (happens-before).
+
+    Recorder      compares every operator with the operations in flight, and counts the storages of the meta device
+    Call          a collective, a send or a receive
+    Race          a buffer was used between the start of an operation and the wait for it
+
+Buffers are storages and byte ranges, not addresses, so tensors on the meta device are checked as any others. Races:
+
+    read of an output in flight                     a wait is missing before the use
+    write to an input or an output in flight        a wait is missing before the reuse
+    storage freed or resized while in flight        nothing kept the buffer alive
+
+The assumptions are the weakest: every message has a handle of its own, and nothing is ordered by the stream of a
+communicator.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, Self
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+BLOCK_BYTES = 512  # torch's allocator on GPUs rounds every size up to a multiple of this
+_PACKAGE = f"{Path(__file__).parents[1]}/"
+_HIDDEN = tuple(f"{_PACKAGE}{folder}/" for folder in ("comm", "planner"))
+# Operators that take a tensor for its shape, dtype or storage and touch no memory of it.
+_METADATA_ONLY = {
+    *("empty_like", "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like"),
+    *("full_like", "rand_like", "randn_like", "_unsafe_view", "set_", "is_same_size", "resize_", "record_stream"),
+    "lift_fresh",
+}
+
+
+class Race(AssertionError):
+    """A buffer was used while an operation in flight may read or write it."""
+
+
+class Call(NamedTuple):
+    """An operation that this rank started over a process group."""
+
+    ranks: tuple[int, ...]  # of the group
+    op: str
+    size: str  # elements and dtype, on which all members agree, and both sides of a message
+    num_bytes: int
+    place: str  # the lines of nanotrain that started it
+    moment: int | str  # number of the schedule's action, or the phase of the step
+    peer: int | None = None  # index in the group of the other side of a message
+    splits: tuple[tuple[int, ...], ...] = ()  # of an all-to-all: rows sent to each member, and received
+
+
+class _Buffer(NamedTuple):
+    """Bytes of one tensor, without keeping its storage alive."""
+
+    storage: int
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        start, last = int(tensor.storage_offset()) * tensor.itemsize, -1
+        if tensor.numel():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return cls(tensor.untyped_storage()._cdata, start, start + (last + 1) * tensor.itemsize)
+
+
+@dataclass(eq=False)
+class InFlight:
+    """An operation that was started and not yet waited for."""
+
+    op: str
+    started_at: str
+    inputs: list[_Buffer]
+    outputs: list[_Buffer]
+    kept: tuple[Any, ...] = ()  # what the allocator would keep (`record_stream`), and weak references to the storages
+    ends_on_host: bool = False  # a copy whose host side is not waited for by the device
+    is_lost: bool = False  # a storage was freed or resized
+
+    def lose(self, _: Any = None) -> None:
+        """Note that a storage was freed or resized."""
+        self.is_lost = True
+
+    def __str__(self) -> str:
+        return f"{self.op} started at {self.started_at}"
+
+
+class Recorder(TorchDispatchMode):
+    """Checks every operator against the operations in flight, and counts what is allocated on the meta device.
+
+    Args:
+        shapes: results of operators on the meta device, by what their arguments look like; may be shared.
+
+    Attributes:
+        calls: operations over process groups, in the order in which they were started.
+        moment: what the rank does: number of the schedule's action, or phase.
+        num_operators: operators that were compared with at least one buffer in flight.
+        allocated, peak: bytes of the storages on the meta device, in blocks of a GPU's allocator.
+        flying: the operations in flight, oldest first.
+    """
+
+    def __init__(self, shapes: dict[Any, Any] | None = None) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.moment: int | str = "start"
+        self.num_operators = self.allocated = self.peak = 0
+        self.flying: list[InFlight] = []
+        self._shapes, self._sizes = {} if shapes is None else shapes, dict[int, tuple[Any, int]]()
+        self._resizes: list[Any] = []  # one per `with` block, which may be nested
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch would import its compiler, which takes seconds, and call every operator through it."""
+        return False
+
+    def __enter__(self) -> Self:
+        self._resizes.append(patch.object(torch.UntypedStorage, "resize_", self._resize()))
+        self._resizes[-1].start()
+        entered: Self = super().__enter__()
+        return entered
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._resizes.pop().stop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.is_view:
+            return func(*args, **kwargs)
+        if self.flying and func.overloadpacket.__name__ not in _METADATA_ONLY:
+            self.num_operators += 1
+            read, written = _operands(func._schema, args, kwargs=kwargs)
+            self.check(func._schema.name, reads=read, writes=written)
+        result = self._run(func, args, kwargs=kwargs)
+        for tensor in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                self._count(tensor.untyped_storage())
+        return result
+
+    def observe(self, name: str, level: int) -> None:
+        """Note that a phase (level 1) or the next action of the schedule (level 2) begins, as `Heartbeat.observer`."""
+        self.moment = name if level == 1 else self.moment + 1 if isinstance(self.moment, int) else 0
+
+    def check(self, what: str, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        """Raise `Race` if something in flight conflicts with these accesses, or has lost its storage."""
+        self._check_storages(what)
+        used = {tensor.untyped_storage()._cdata for tensor in (*reads, *writes)}
+        for flight in self.flying:
+            for tensors, does, buffers in (
+                (reads, "reads an output", flight.outputs),
+                (writes, "writes to an output", flight.outputs),
+                (writes, "writes to an input", flight.inputs),
+            ):
+                near = [buffer for buffer in buffers if buffer.storage in used]
+                if near and any(_overlap(tensor, buffer) for tensor in tensors for buffer in near):
+                    raise Race(f"{what} at {place()} {does} in flight: {flight}")
+
+    def start(
+        self, op: str, *, inputs: Sequence[Tensor] = (), outputs: Sequence[Tensor] = (), keeps: bool = False
+    ) -> InFlight:
+        """Note that an operation on these buffers is in flight; it must not conflict with others."""
+        self.check(op, reads=inputs, writes=outputs)
+        tensors = (*inputs, *outputs)
+        flight = InFlight(op, place(), [*map(_Buffer.of, inputs)], [*map(_Buffer.of, outputs)])
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        flight.kept = (*(tensors if keeps else ()), *(weakref.ref(storage, flight.lose) for storage in storages))
+        self.flying.append(flight)
+        return flight
+
+    def complete(self, flight: InFlight) -> None:
+        """Note that an operation was waited for."""
+        if flight in self.flying:
+            self._check_storages(f"the wait for {flight.op}")
+            self.flying.remove(flight)
+
+    def finish(self) -> None:
+        """Raise `Race` if an operation was never waited for."""
+        self._check_storages("the end of the run")
+        left = [flight for flight in self.flying if not flight.ends_on_host]
+        if left:
+            raise Race(f"never waited for: {'; '.join(map(str, left))}")
+
+    def _check_storages(self, what: str) -> None:
+        lost = next((flight for flight in self.flying if flight.is_lost), None)
+        if lost is not None:
+            raise Race(f"before {what} at {place()} storage was freed or resized in flight: {lost}")
+
+    def _run(self, func: Any, args: Any, *, kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator; on the meta device the shapes of its results are those of an earlier run with equal shapes.
+
+        Half of torch's operators compute shapes on the meta device in Python, which takes up to 1 ms.
+        """
+        if torch.Tag.inplace_view in func.tags:  # such as set_, which changes what its input looks like
+            return func(*args, **kwargs)
+        key, inputs = (func, _shapes(args), _shapes(tuple(kwargs.items()))), [*_tensors((*args, *kwargs.values()))]
+        if (known := self._shapes.get(key)) is not None:
+            made = [inputs[each] if isinstance(each, int) else each and each() for each in known]
+            return made[0] if len(made) == 1 else tuple(made)
+        result = func(*args, **kwargs)
+        results = result if isinstance(result, tuple) else (result,)
+        positions = {id(tensor): position for position, tensor in enumerate(inputs)}
+        storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+        is_known = all(tensor.is_meta for tensor in inputs)
+        for each in results:
+            is_new = isinstance(each, Tensor) and each.is_meta and each.untyped_storage()._cdata not in storages
+            is_known &= each is None or id(each) in positions or is_new
+        if is_known:
+            # None, the position of the input that it is, or what makes a new one
+            self._shapes[key] = [positions.get(id(each), each if each is None else _maker(each)) for each in results]
+        return result
+
+    def _resize(self) -> Any:
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            for flight in self.flying:
+                flight.is_lost |= any(b.storage == storage._cdata for b in (*flight.inputs, *flight.outputs))
+            resized = original(storage, size)
+            if storage.device.type == "meta":
+                self._count(storage)
+            return resized
+
+        return resize_
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage in its present size."""
+        key, size = storage._cdata, -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
+        reference, before = self._sizes.get(key) or (weakref.ref(storage, partial(self._forget, key)), 0)
+        self._sizes[key] = reference, size
+        self.allocated += size - before
+        self.peak = max(self.peak, self.allocated)
+
+    def _forget(self, key: int, _: Any) -> None:
+        self.allocated -= self._sizes.pop(key)[1]
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Run operators that the rank does not run."""
+    with _disable_current_modes(), torch.no_grad():
+        yield
+
+
+def _operands(schema: Any, args: Sequence[Any], *, kwargs: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that an operator reads and those that it writes to."""
+    operands: tuple[list[Tensor], list[Tensor]] = [], []
+    for position, argument in enumerate(schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        operands[argument.alias_info is not None and argument.alias_info.is_write].extend(_tensors(value))
+    return operands
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _shapes(value: Any) -> Any:
+    """The arguments of an operator as a key."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device.type
+    return tuple(map(_shapes, value)) if isinstance(value, list | tuple) else (type(value), value)
+
+
+def _maker(tensor: Tensor) -> Callable[[], Tensor]:
+    return partial(torch.empty_strided, tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _overlap(tensor: Tensor, buffer: _Buffer) -> bool:
+    """Whether a tensor has elements in a buffer, which is contiguous."""
+    used = _Buffer.of(tensor)
+    if used.storage != buffer.storage or not max(used.start, buffer.start) < min(used.stop, buffer.stop):
+        return False
+    if tensor.is_contiguous():
+        return True
+    offsets = np.zeros(1, dtype=np.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        offsets = np.add.outer(offsets, np.arange(size if stride else 1) * stride).reshape(-1)
+    places = used.start + offsets * tensor.itemsize
+    return bool(((places + tensor.itemsize > buffer.start) & (places < buffer.stop)).any())
+
+
+def place() -> str:
+    """The innermost functions of nanotrain that are running, outside comm/ and planner/."""
+    places: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(places) < 3:
+        code = frame.f_code
+        if code.co_filename.startswith(_PACKAGE) and not code.co_filename.startswith(_HIDDEN):
+            places.append(f"{code.co_filename[len(_PACKAGE) :]}:{frame.f_lineno} {code.co_name}")
+        frame = frame.f_back
+    return " <- ".join(places) or "the test"
