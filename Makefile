@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check --c
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install peers train test pairs mutants check format bench bench-plan gpu-check docs build clean
+.PHONY: help install peers train test pairs mutants check format bench bench-plan dry-run gpu-check docs build clean
 
 help: ## show what there is to make
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -47,6 +47,11 @@ bench: .venv/.installed ## memory against the table, throughput beside plain tor
 
 bench-plan: .venv/.installed ## errors of the planner on published measurements; ARGS=FILE.tsv for another table
 	$(BIN)/python benchmarks/plan.py $(ARGS)
+
+dry-run: .venv/.installed ## the step of the largest recipes on 2,048 and 16,384 ranks, without a GPU (minutes)
+	$(BIN)/nanotrain dry-run +config=deepseek_v3 --world-size 2048
+	$(BIN)/nanotrain dry-run +config=llama70b --world-size 16384 --tensor-model-parallel-size 8 --sequence-parallel \
+	    --pipeline-model-parallel-size 8 --global-batch-size 2048
 
 # The tests have 5 minutes; the benchmark also runs where one fails, and ends before a job queue's limit of 10 minutes.
 gpu-check: .venv/.installed ## the tests marked gpu, then what fits of the GPU benchmark in 10 minutes; code 2 without a GPU

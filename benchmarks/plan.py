@@ -51,8 +51,7 @@ class Run:
             return value
         if metric == "step_time_s":
             return int(cells["gbs"]) * int(cells["seq"]) / int(cells["gpus"]) / value
-        is_known = all(cells.get(name) for name in ("layers", "hidden", "seq"))
-        if metric != "tflops_per_gpu" or cells.get("experts") or not is_known:
+        if metric != "tflops_per_gpu" or cells.get("experts"):
             return None
         layers, hidden, seq = (int(cells[name]) for name in ("layers", "hidden", "seq"))
         per_token = (96 if cells.get("recompute") == "full" else 72) * layers * hidden**2

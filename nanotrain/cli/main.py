@@ -1,8 +1,7 @@
 """`nanotrain COMMAND ...`: one function per command, which parses its arguments and calls another package.
 
     train | prepare | parity | topology | report | watch | runs | compare | timeline | config
-    completion | sweep (sweep.py), plan (plan.py), checkpoint COMMAND (checkpoint.py)
-    evaluate and generate (trained.py)
+    completion | sweep, plan, dry-run, checkpoint COMMAND (files of these names), evaluate and generate (trained.py)
 
 Packages are imported inside the commands, so that `--help` does not load torch.
 """
@@ -14,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from nanotrain.cli.checkpoint import CHECKPOINT_COMMANDS
+from nanotrain.cli.dry_run import dry_run
 from nanotrain.cli.launch import check_names, launch, split_arguments
 from nanotrain.cli.parser import Command, CommandParser, run_command
 from nanotrain.cli.plan import plan
@@ -217,10 +217,10 @@ def completion(argv: Sequence[str]) -> int:
 
 
 _ALL = (
-    *(train, prepare, sweep, plan, parity, topology, checkpoint, evaluate, generate),
+    *(train, prepare, sweep, plan, dry_run, parity, topology, checkpoint, evaluate, generate),
     *(report, watch, runs, compare, timeline, config, completion),
 )
-COMMANDS: dict[str, Command] = {command.__name__: command for command in _ALL}
+COMMANDS: dict[str, Command] = {command.__name__.replace("_", "-"): command for command in _ALL}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,4 +19,4 @@ class Prediction:
 def predict(scenario: Scenario) -> Prediction:
     """Memory and time of a scenario."""
     memory = estimate_memory(scenario)
-    return Prediction(scenario, memory, predict_step(scenario, memory_share=memory.reserved / memory.capacity))
+    return Prediction(scenario, memory, predict_step(scenario, memory_share=memory.total / memory.capacity))

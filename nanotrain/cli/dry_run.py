@@ -1,0 +1,35 @@
+"""`nanotrain dry-run`: the step of every kind of rank on the meta device, in this process."""
+
+from collections.abc import Sequence
+
+from nanotrain.cli.launch import check_names
+from nanotrain.cli.parser import CommandParser
+from nanotrain.config.flags import parse
+from nanotrain.config.load import load_line
+from nanotrain.config.rules.check import validate_for_world
+from nanotrain.config.schema import with_values
+from nanotrain.errors import ConfigError
+from nanotrain.system import importing_torch
+
+
+def dry_run(argv: Sequence[str]) -> int:
+    """Run a training step of any number of GPUs without them: check its communication, its buffers and its memory."""
+    args, rest = CommandParser("dry-run", dry_run).parse_known_args(argv)
+    loaded, world_size = load_line(parse(rest)), args.world_size
+    config = loaded.config
+    validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)
+    check_names(config)
+    if args.rank is not None and args.rank >= world_size:
+        why = f"the run has ranks 0 to {world_size - 1}"
+        raise ConfigError(f"there is no rank {args.rank}", why=why, fix=f"set --rank {world_size - 1} or lower")
+    if config.model.vocab_size is None:
+        if not config.data.quickstart:
+            why = "the tokenizer of the corpus is not read here"
+            raise ConfigError("the vocabulary has no size", why=why, fix="set --vocab-size, such as 50257")
+        config = with_values(config, {"model.vocab_size": config.data.quickstart_vocab_size})
+    with importing_torch():
+        from nanotrain.planner.dry_run.check import dry_run as run
+
+    result = run(config, world_size, rank=args.rank)
+    print(result.text())
+    return 1 if result.faults else 0

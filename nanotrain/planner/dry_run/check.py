@@ -1,0 +1,189 @@
+"""The dry run of a configuration: run ranks, compare them, and print one screen.
+
+dry_run(config, world_size) -> DryRun.text(), DryRun.faults
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from heapq import nlargest
+from traceback import extract_tb
+from typing import cast
+
+from nanotrain.comm.recorder import Call
+from nanotrain.config.config import Config
+from nanotrain.config.schedules import num_microbatches
+from nanotrain.config.schema import with_values
+from nanotrain.parallel.pp.transfers import plan_rank
+from nanotrain.planner.dry_run.agreement import RankClasses, disagreements, full_calls
+from nanotrain.planner.dry_run.rank import RankRecord, run_rank
+from nanotrain.quantities import count_of, describe_bytes, table_lines
+from nanotrain.topology.groups import GroupName
+from nanotrain.topology.topology import Topology
+from nanotrain.train.plans.memory_plan import PROCESS_BYTES, plan_memory, train_schedule
+from nanotrain.train.plans.plan import plan_run
+from nanotrain.train.plans.traffic import sent_bytes
+
+# Beside the planned buffers: scalars, statistics of routers, and the ends of the allocator's blocks.
+SMALL_BYTES = 2 * 2**20
+PEAK_SHARE = 0.1  # the planned peak is an estimate (docs/memory.md)
+FEWEST = 3  # microbatches: the first, the last and one between
+MAX_FAULTS, MAX_ROWS = 12, 4  # that are printed
+MEMORY = ["memory", "planned", "reached", "peak planned", "peak reached", "a save writes"]
+AXES: tuple[GroupName, ...] = ("tp", "cp", "dp", "pp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What the ranks did that were run, and what is wrong."""
+
+    config: Config
+    topology: Topology
+    records: dict[int, RankRecord]  # by rank
+    steps: dict[int, list[Call]]  # calls of a step with all microbatches, by rank
+    planned: dict[int, tuple[int, int]]  # bytes before the first step and at the peak, by rank
+    faults: list[str]
+
+    def text(self) -> str:
+        """One screen."""
+        size, has_experts = self.topology.size, self.config.model.moe is not None
+        sizes = [f"{axis} {size(axis)}" for axis in AXES[: 6 if has_experts else 4] if size(axis) > 1]
+        number = num_microbatches(self.config.train, size("dp"))
+        run = max((record.plan.num_microbatches for record in self.records.values()), default=0)
+        lines = [
+            f"{count_of(self.topology.world_size, 'rank')}: {' '.join(sizes) or 'one'}; {len(self.records)} run",
+            f"{count_of(number, 'microbatch')}: {run} run" + ", which stand for the others" * (run < number),
+            *["experts: all get equally many tokens"] * has_experts,
+            "",
+            *table_lines([["group", "ranks", "calls", "bytes", "operations"], *self._groups()], right=(1, 2, 3)),
+            "",
+            *table_lines([MEMORY, *map(self._memory, self._largest())], right=range(1, 6)),
+            "",
+            *(f"error: {fault}" for fault in self.faults[:MAX_FAULTS]),
+        ]
+        if len(self.faults) > MAX_FAULTS:
+            lines.append(f"and {len(self.faults) - MAX_FAULTS} more")
+        if not self.faults:
+            shares = [record.peak / self.planned[rank][1] for rank, record in self.records.items()]
+            used = f"{min(shares):.1%} to {max(shares):.1%} of the planned memory is used"
+            lines.append(
+                f"no fault: all members of a group agree, all messages are received, no buffer is reused; {used}"
+            )
+        return "\n".join(lines)
+
+    def _largest(self) -> list[int]:
+        """The ranks that use the most memory."""
+        return nlargest(MAX_ROWS, self.records, key=lambda rank: self.records[rank].peak)
+
+    def _memory(self, rank: int) -> list[str]:
+        (resident, peak), record, coords = self.planned[rank], self.records[rank], self.topology.coords_text(rank)
+        sizes = resident, record.resident, peak, record.peak, record.saved_bytes
+        return [f"rank {rank} {coords}".rstrip(), *map(describe_bytes, sizes)]
+
+    def _groups(self) -> Iterator[list[str]]:
+        """Calls and bytes in a step, of the rank with the most, by group."""
+        most: dict[str, tuple[int, int, list[str]]] = {}
+        for rank, record in self.records.items():
+            for ranks, spec in {spec.ranks: spec for spec in reversed([*record.plan.groups.values()])}.items():
+                calls = [call for call in self.steps[rank] if call.ranks == ranks]
+                operations = [f"{op} {count:,}" for op, count in Counter(call.op for call in calls).most_common()]
+                row = sum(call.num_bytes for call in calls), len(calls), [spec.name, f"{spec.size:,}", *operations]
+                most[spec.name] = max(most.get(spec.name, row), row)
+        for num_bytes, number, (name, size, *operations) in most.values():
+            if number:
+                yield [name, size, f"{number:,}", describe_bytes(num_bytes), ", ".join(operations)]
+
+
+def dry_run(config: Config, world_size: int, *, rank: int | None = None) -> DryRun:
+    """Run the first and the last rank of every class, and compare them.
+
+    Args:
+        config: a validated configuration with the vocabulary size set.
+        world_size: ranks of the run.
+        rank: the only rank to run; None for those of all classes.
+    """
+    topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
+    classes, schedule = RankClasses(config, topology), train_schedule(config, world_size)
+    bounds = classes.bounds.values() if rank is None else [(rank, rank)]
+    firsts = [first for first, _ in bounds]
+    others = [last for _, last in bounds if last not in firsts]
+    records: dict[int, RankRecord] = {}
+    shapes: dict[object, object] = {}
+    faults: list[str] = []
+    for ranks, few in ((firsts, _few(config, topology)), (others, _few(config, topology, fewest=True))):
+        for each in ranks:
+            try:
+                records[each] = run_rank(plan_run(few, world_size, rank=each), shapes=shapes)
+            except Exception as error:  # of the code that is run
+                frames = [f"{frame.filename}:{frame.lineno}" for frame in extract_tb(error.__traceback__)]
+                place = [frame for frame in frames if "/nanotrain/" in frame and "/dry_run/" not in frame][-1]
+                place = place.rpartition("/nanotrain/")[2]
+                faults.append(
+                    f"rank {each} ({topology.coords_text(each)}) stops: {error or type(error).__name__} ({place})"
+                )
+    plans = {index: plan_rank(schedule, index) for index in {r.pp_index for r in records.values()}}
+    steps = {each: [*full_calls(record, plans[record.pp_index])] for each, record in records.items()}
+    find = partial(disagreements, records, classes=classes)
+    for ranks in (firsts, others):  # what was run, then what is replayed
+        faults += find({each: [*records[each].setup, *records[each].step] for each in ranks if each in records})
+    faults += [text for text in find(steps) if text not in faults]
+    planned = {each: _planned(record) for each, record in records.items()}
+    for each, record in records.items():
+        resident, peak = planned[each]
+        faults += [*_traffic_faults(record), *_memory_faults(record, resident, peak=peak)]
+    return DryRun(config, topology, records, steps, planned, faults)
+
+
+def _few(config: Config, topology: Topology, *, fewest: bool = False) -> Config:
+    """The configuration with as many microbatches as show every part of its schedule, or with the fewest."""
+    parallel, train, dp = config.parallel, config.train, topology.size("dp")
+    pp, number = topology.size("pp"), num_microbatches(train, dp)
+    few = FEWEST if fewest or parallel.pipeline_schedule == "gpipe" else pp + 2
+    few = 2 * pp if parallel.num_virtual_stages_per_pipeline_rank > 1 else few
+    if parallel.pipeline_schedule == "gpipe" and not fewest:
+        few = number  # all are kept at once
+    values = {
+        "train.global_batch_size": train.micro_batch_size * dp * min(few, number),
+        "train.rampup_batch_size": [],
+        "train.step_batch_size_schedule": [],
+        "train.torch_compile": False,
+        "train.profile": False,
+        "data.num_workers": 0,
+        "checkpoint.load": None,
+        "checkpoint.pretrained_checkpoint": None,
+    }
+    return with_values(config, values)
+
+
+def _traffic_faults(record: RankRecord) -> Iterator[str]:
+    """Groups over which a rank sends other bytes than planned."""
+    for (name, op), planned in sent_bytes(record.plan).items():
+        if record.sent[name, op] == planned:
+            continue
+        group = record.plan.groups[cast(GroupName, name)]
+        calls = [call for call in record.step if (call.ranks, call.op) == (group.ranks, op)]
+        counts = Counter(int(call.size.partition(" ")[0].replace(",", "")) for call in calls if not call.splits)
+        buckets = [b for buffer in record.plan.buffers if buffer.shard.name == name for b in buffer.layout.buckets]
+        expected = Counter(bucket.numel for bucket in buckets)
+        most = max((counts[numel] / number for numel, number in expected.items()), default=0)
+        missing = [b for b in buckets if counts[b.numel] < most * expected[b.numel]]
+        text = f"rank {record.plan.rank} sends {record.sent[name, op]:,} bytes by {op} over group {name} in a step, "
+        text += f"planned are {planned:,}" + (f"; the last one is at {calls[-1].place}" if calls else "")
+        yield text + "".join(f"; none for the bucket of {b.params[0].name} ({b.numel:,} elements)" for b in missing[:1])
+
+
+def _planned(record: RankRecord) -> tuple[int, int]:
+    """Planned bytes before the first step, and at the peak of a step."""
+    plan = record.plan
+    planned = plan_memory(plan.config, plan.topology.world_size, pp_rank=record.pp_index, device="cuda")
+    return planned.params + planned.grads + planned.optimizer, planned.total - PROCESS_BYTES["cuda"]
+
+
+def _memory_faults(record: RankRecord, resident: int, *, peak: int) -> Iterator[str]:
+    """Bytes that are not as planned."""
+    name = f"rank {record.plan.rank} allocates"
+    if not 0 <= record.resident - resident <= SMALL_BYTES:
+        yield f"{name} {record.resident:,} bytes before the first step, planned are {resident:,}"
+    if abs(record.peak - peak) > PEAK_SHARE * peak:
+        yield f"{name} {record.peak:,} bytes at the peak of a step, planned are {peak:,}"

@@ -1,0 +1,120 @@
+"""What a rank on the meta device runs in place of GPU kernels that meta cannot, and of values on the host.
+
+fused kernels     attention, RMSNorm, softmax of the loss: output and saved tensors as on a GPU
+token counts      every expert gets equally many tokens
+initial weights   none
+host memory       on the meta device too, and not counted
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from nanotrain.attention import flex, varlen
+from nanotrain.comm.device import Copy, HostTransfer
+from nanotrain.comm.recorder import unrecorded
+from nanotrain.kernels import grouped
+from nanotrain.memory import offload as activation_offload
+from nanotrain.optim import offload as optimizer_offload
+from nanotrain.optim import state, stored
+from nanotrain.optim.rule import UpdateStep
+from nanotrain.parallel.ep import token_dispatcher
+from nanotrain.parallel.tp import loss
+from nanotrain.train import build
+from nanotrain.train.plans.plan import Plan
+
+
+@contextmanager
+def on_meta(plan: Plan) -> Iterator[None]:
+    """Let the rank of a plan run on the meta device."""
+    functional, kernels = torch.nn.functional, (varlen.VarlenKernel, flex.FlexKernel)
+    with ExitStack() as stack:
+        if plan.config.parallel.cp_comm_type == "allgather" and plan.groups["cp"].size > 1:
+            stack.enter_context(patch("torch.nn.attention.bias.causal_lower_right"))
+        for owner, name, stand_in in (
+            (functional, "scaled_dot_product_attention", _attend),
+            (functional, "rms_norm", _RMSNorm.apply),
+            *((kernel, "__call__", _attend_packed) for kernel in kernels),
+            (loss, "softmax_gradient", _softmax_gradient),
+            (grouped, "_grouped_mm", _grouped_mm),
+            (token_dispatcher, "on_host", _EvenCounts(plan)),
+            (build, "initialize", lambda *_, **__: None),
+            *((module, "HostTransfer", _MetaTransfer) for module in (activation_offload, optimizer_offload)),
+            *((module, "host_zeros", _host_zeros) for module in (state, stored)),
+            (UpdateStep, "on_host", lambda step: step),
+        ):
+            stack.enter_context(patch.object(owner, name, stand_in))
+        yield
+
+
+def _attend(*inputs: Tensor, **_: Any) -> Tensor:
+    """Query, key, value [B, N, Q, D] -> [B, N, Q, D]: the flash kernel, which saves the same tensors as the others."""
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(*inputs, 0.0, True)[0]
+    return out
+
+
+def _attend_packed(_: Any, query: Tensor, *, key: Tensor, value: Tensor, **__: Any) -> Tensor:
+    return _attend(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """One kernel, which saves its input and one number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, None]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None, torch.empty_like(weight), None
+
+
+def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+    """torch's grouped product, which meta has in bf16 only."""
+    return a.new_empty((len(offs), len(a), b.shape[1]) if b.ndim == 2 else (len(a), b.shape[2]))
+
+
+def _softmax_gradient(logits: Tensor, *, column: Tensor, is_local: Tensor, combine: Any) -> tuple[Tensor, Tensor]:
+    """The Triton kernels: the gradient is in the memory of the logits."""
+    logsumexp = combine(logits.new_empty((logits.shape[0], 1), dtype=torch.float32))
+    return ((logits.gather(1, column).float() - logsumexp) * is_local)[:, 0], logits
+
+
+class _EvenCounts:
+    """The split sizes of a rank whose router chooses every expert equally often."""
+
+    def __init__(self, plan: Plan) -> None:
+        moe, (ep, etp) = plan.shape.moe, (plan.groups[axis] for axis in ("ep", "etp"))
+        if moe is not None:
+            tokens = plan.config.train.micro_batch_size * plan.config.data.seq_length
+            pairs = tokens // plan.groups["cp"].size // plan.groups["tp"].size * moe.router_topk
+            sizes = [pairs * (i + 1) // ep.size - pairs * i // ep.size for i in range(ep.size)]
+            received = ep.size * sizes[ep.index]
+            self._numbers = [*sizes, *[sizes[ep.index]] * ep.size, *[received] * etp.size]
+
+    def __call__(self, counts: Tensor) -> list[int]:
+        return self._numbers
+
+
+class _MetaTransfer(HostTransfer):
+    """Copies of nothing; tensors in host memory are on the meta device too, and are not counted."""
+
+    def start(self, target: Tensor, source: Tensor) -> Copy:
+        """Copy nothing."""
+        return Copy(target, None)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Memory for a copy."""
+        with unrecorded():
+            return torch.empty_like(tensor)
+
+
+def _host_zeros(numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with unrecorded():
+        return torch.zeros(numel, dtype=dtype, device=device)

@@ -1,0 +1,71 @@
+"""Classes of ranks, and the replay of few microbatches in the order of a schedule with many."""
+
+from collections import Counter
+
+import pytest
+
+from nanotrain.config.config import Config
+from nanotrain.config.load import load
+from nanotrain.config.schema import with_values
+from nanotrain.parallel.pp.transfers import RankPlan, plan_rank
+from nanotrain.planner.dry_run.agreement import RankClasses, full_calls
+from nanotrain.planner.dry_run.rank import run_rank
+from nanotrain.topology.topology import Topology
+from nanotrain.train.plans.memory_plan import train_schedule
+from nanotrain.train.plans.plan import plan_run
+from tests.fake_world import HAS_META_COLLECTIVES
+
+
+def config_of(flags: str) -> Config:
+    return load(f"+config=tiny --mock-data --micro-batch-size 1 {flags}".split()).config
+
+
+def classes_of(flags: str, world_size: int) -> RankClasses:
+    config = config_of(f"--global-batch-size {world_size} {flags}")
+    return RankClasses(config, Topology.of(config.parallel, world_size))
+
+
+def test_a_class_is_a_stage_a_context_parallel_rank_and_a_share_of_the_vocabulary() -> None:
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2"
+    whole = classes_of(f"{flags} --vocab-size 2048", 32)
+    assert len(whole.bounds) == 2 * 2
+    padded = classes_of(f"{flags} --vocab-size 2000", 32)
+    assert len(padded.bounds) == 2 * 2 * 2, "the last tp rank has fewer rows"
+    for classes in (whole, padded):
+        topology = classes.topology
+        for rank in range(32):
+            other = classes.stand_in(rank)
+            ours, theirs = topology.coords(rank), topology.coords(other)
+            assert (ours["pp"], ours["cp"]) == (theirs["pp"], theirs["cp"])
+            assert other in {each for bounds in classes.bounds.values() for each in bounds}
+            assert classes.stand_in(other) == other
+
+
+def test_of_many_context_parallel_ranks_three_are_run() -> None:
+    assert len(classes_of("--context-parallel-size 8 --vocab-size 2048", 8).bounds) == 8
+    assert len(classes_of("--context-parallel-size 16 --vocab-size 2048", 16).bounds) == 3
+
+
+@pytest.mark.skipif(not HAS_META_COLLECTIVES, reason="torch 2.10 has no meta kernels of its products")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved --num-virtual-stages-per-pipeline-rank 2"])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+def test_a_replayed_step_is_the_step_with_all_microbatches(schedule: str, strategy: str) -> None:
+    flags = (
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --overlap-grad-reduce --bf16 --num-layers 4"
+    )
+    flags += f" --pipeline-schedule {schedule} --data-parallel-sharding-strategy {strategy}"
+    many = config_of(f"{flags} --global-batch-size 24")
+    many = with_values(many, {"train.torch_compile": False})
+    few = with_values(many, {"train.global_batch_size": 8})
+
+    def replayed(config: Config) -> list[tuple[object, ...]]:
+        record, full = run_rank(plan_run(config, 8, rank=3), shapes={}), full_plan(many)
+        return [(call.ranks, call.op, call.size, call.peer) for call in full_calls(record, full)]
+
+    def full_plan(config: Config) -> RankPlan:
+        return plan_rank(train_schedule(config, 8), 0)
+
+    whole, short = replayed(many), replayed(few)
+    for ranks in {call[0] for call in whole}:
+        assert [c for c in short if c[0] == ranks] == [c for c in whole if c[0] == ranks]
+    assert Counter(short) == Counter(whole)
