@@ -209,7 +209,8 @@ class Layers:
             forward, backward = self._math_attention(call)
         else:
             dtype = self.dtype if self.dtype in ("bf16", "fp16") else "bf16"
-            forward, backward = (attention_s(self.gpu, call, dtype=dtype, backward=each) for each in (False, True))
+            times = (attention_s(self.gpu, call, dtype=dtype, backward=each) for each in (False, True))
+            forward, backward = (self.engine.attention_factor * seconds for seconds in times)
         part = Part("core_attn", forward * share, backward * share, launches=(1, 3, 0), group="cp")
         key_value = self.tokens * heads[1] * (shape.head_dim + shape.value_head_dim) * self.itemsize
         if comm_type == "p2p":  # in a ring, beside the attention to the keys that are there

@@ -51,6 +51,7 @@ class Engine:
     zero_all_reduces: bool = False  # ZeRO-1 all-reduces gradients
     gather_factor: float = 1.0  # time of gathers of updated parameters relative to an all-gather
     gather_copy_s: float = 0.0  # host time per parameter and rank to copy gathered parameters (ZeRO-1)
+    attention_factor: float = 1.0  # time of attention relative to the best kernels
     kernel_factor: float = 1.0  # time of its operators relative to the best known
     # nodes of a run, or share of the memory, from which on a transfer takes so many seconds
     slow_transfer: tuple[float, float, float] | None = None
