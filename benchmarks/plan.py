@@ -61,7 +61,7 @@ class Run:
     @property
     def error(self) -> float | None:
         """Relative error of the predicted tokens per second."""
-        if self.measured is None or not self.predicted.tokens_per_s_per_gpu:
+        if not self.predicted.tokens_per_s_per_gpu or self.measured is None:
             return None
         return float(self.predicted.tokens_per_s_per_gpu) / self.measured - 1
 

@@ -180,7 +180,7 @@ def _estimated(scenario: Scenario, pp_index: int) -> MemoryEstimate:
     unused = sum(map(prod, weights)) * layers.itemsize if layers.fuses_wgrads else 0
     kept, beside = _peak(peaks, _in_flight_schedule(scenario), pp_index=pp_index)
     tokens = layers.tokens * 5 * INT64
-    if scenario.pipeline.num_stages_per_rank > 1:  # received ahead of their use
+    if scenario.sizes["pp"] > 1:  # hidden states and gradients on their way
         tokens += 3 * layers.hidden
     if "attention mask" in scenario.features:
         tokens += scenario.config.train.micro_batch_size * scenario.config.data.seq_length**2 // scenario.sizes["cp"]

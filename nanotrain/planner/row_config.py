@@ -87,6 +87,12 @@ class Row:
         found = (choice for choice, pattern in read_data("rows")[key].items() if re.search(pattern, words))
         return next((choice.partition(" ")[0] for choice in found), None)
 
+    def leaves_open(self, column: str) -> bool:
+        """Whether a user would have chosen what a column does not state."""
+        if self.has_flags or self.text(column):
+            return False
+        return column != "vp" or "interleaved" in self.text("overlap_flags") and (self.number("pp") or 1) > 1
+
     @property
     def has_flags(self) -> bool:
         """Whether the row has the flags of a run of Megatron-LM."""
@@ -139,7 +145,7 @@ def _config(row: Row, engine: Engine) -> tuple[Config, int]:
     if world_size % (tp * pp * cp):
         raise ConfigError(f"{world_size} GPUs cannot form tp={tp} x pp={pp} x cp={cp}")
     dp = world_size // (tp * pp * cp)
-    micro = row.number("mbs") or row.assume(1, "micro-batch size not stated: 1")
+    micro = row.number("mbs", 1) or 1
     batch = row.number("gbs") or row.assume(micro * dp * 8 * pp, "global batch not stated: 8 microbatches per stage")
     if batch % (micro * dp):
         batch = row.assume(max(1, batch // (micro * dp)) * micro * dp, "global batch rounded to whole microbatches")
@@ -281,9 +287,6 @@ def _known(row: Row) -> dict[str, Any]:
 def _layout(row: Row, engine: Engine, *, tp: int, pp: int) -> dict[str, Any]:
     """Values of the parallel and precision sections that columns state in words."""
     options, virtual = row.text("overlap_flags"), row.number("vp")
-    if virtual is None and pp > 1 and "interleaved" in options:
-        virtual = 2 if row.required("layers") % (2 * pp) == 0 else 1
-        row.assumed.append(f"virtual stages not stated: {virtual}")
     sequence_parallel = tp > 1 and "no sequence parallel" not in options
     if sequence_parallel and engine.name == "megatron" and "dist opt" not in row.words("zero"):
         sequence_parallel = row.assume(False, "sequence parallelism not stated: none")
@@ -310,8 +313,6 @@ def _recomputation(row: Row) -> dict[str, Any]:
     granularity = row.choice("granularity", "recompute")
     if "none" in text and "modules" not in text:
         granularity = None
-    if not text:
-        row.assumed.append("recomputation not stated: none")
     modules = [name for name in get_args(RecomputeModule) if re.search(rf"\b{name}\b", text)]
     is_full = granularity == "full"
     values: dict[str, Any] = {"recompute_granularity": granularity, "recompute_modules": [] if is_full else modules}

@@ -5,11 +5,10 @@ TSV --read_table--> rows --scenario_of_row--> scenarios --predict--> TSV: id, fi
 
 import csv
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from nanotrain.config.schema import with_values
 from nanotrain.errors import ConfigError, NanotrainError
 from nanotrain.planner.memory import memory_of_rank
 from nanotrain.planner.prediction import Prediction, predict
@@ -17,7 +16,11 @@ from nanotrain.planner.row_config import Row, scenario_of_row
 from nanotrain.planner.scenario import engine_of
 
 COLUMNS = ("id", "fits", "memory_gib", "step_time_s", "tokens_per_s_per_gpu", "mfu", "note")
-LIGHT_MODULES = (("layernorm", "mla_up_proj", "moe_act"), ("layernorm", "mla_up_proj", "mlp", "moe"))
+CHOICES = {  # of cells that a row leaves open
+    "mbs": ("1", "2", "4", "8", "16"),
+    "vp": ("1", "2", "3", "4"),
+    "recompute": ("none", "selective layernorm mla_up_proj moe_act", "selective layernorm mla_up_proj mlp moe"),
+}
 NEEDED = ("layers", "hidden", "seq")  # a table without one of these columns has no row that could be modelled
 
 
@@ -78,19 +81,15 @@ def predict_rows(rows: Iterable[dict[str, str]], *, engine: str | None = None) -
 
 def predict_row(cells: dict[str, str], *, engine: str | None = None) -> RowPrediction:
     """The prediction of one row; arguments as for `predict_rows`."""
-    row = Row(cells)
     try:
-        scenario = scenario_of_row(row, engine=engine)
-        prediction = predict(scenario)
-        if not prediction.memory.fits and not row.text("recompute") and not row.has_flags:
-            prediction = _with_recomputation(row, prediction)
+        prediction, assumed = _best(cells, engine=engine)
     except NanotrainError as error:
         return RowPrediction(cells["id"], note=" ".join(f"not modelled: {error}".split()))
-    memory, time = prediction.memory, prediction.time
+    scenario, memory, time = prediction.scenario, prediction.memory, prediction.time
     shown = memory
-    if row.has_flags:  # Megatron-LM logs the bytes of the last rank
+    if Row(cells).has_flags:  # Megatron-LM logs the bytes of the last rank
         shown = memory_of_rank(scenario, scenario.sizes["pp"] - 1)
-        row.assumed.append("memory of the last pipeline rank")
+        assumed.append("memory of the last pipeline rank")
     return RowPrediction(
         cells["id"],
         fits="yes" if memory.fits else "no",
@@ -98,20 +97,33 @@ def predict_row(cells: dict[str, str], *, engine: str | None = None) -> RowPredi
         step_time_s=f"{time.total:.6g}",
         tokens_per_s_per_gpu=f"{time.tokens_per_s_per_gpu:.6g}",
         mfu=f"{time.mfu:.4f}",
-        note="; ".join([f"engine {prediction.scenario.engine.name}", *dict.fromkeys(row.assumed)]),
+        note="; ".join([f"engine {scenario.engine.name}", *dict.fromkeys(assumed)]),
     )
 
 
-def _with_recomputation(row: Row, prediction: Prediction) -> Prediction:
-    """The prediction with the least recomputation of modules that fits, where a row does not state any."""
-    for modules in LIGHT_MODULES:
-        values = {"memory.recompute_granularity": "selective", "memory.recompute_modules": list(modules)}
-        config = with_values(prediction.scenario.config, values)
-        lighter = predict(replace(prediction.scenario, config=config))
-        if lighter.memory.fits:
-            row.assumed.append(f"it fits with recomputation of {', '.join(modules)}, which is assumed")
-            return lighter
-    return prediction
+def _best(cells: dict[str, str], *, engine: str | None) -> tuple[Prediction, list[str]]:
+    """The prediction, and what was assumed; of what a row leaves open, the choice with the best predicted time.
+
+    Published runs are tuned, so an open micro-batch size or number of virtual stages is chosen as a user would, and
+    recomputation only where nothing fits without.
+    """
+    row, found = Row(cells), list[tuple[Prediction, list[str]]]()
+    problem: NanotrainError = ConfigError("no micro-batch size divides the batch")
+    names = [name for name in CHOICES if row.leaves_open(name)]
+    for values in product(*(CHOICES[name] for name in names)):
+        if found and "recompute" in names and values[-1] != "none" and any(each[0].memory.fits for each in found):
+            continue
+        chosen = Row(cells | dict(zip(names, values, strict=True)))
+        try:
+            prediction = predict(scenario_of_row(chosen, engine=engine))
+        except NanotrainError as error:
+            problem = error
+            continue
+        said = [f"{name} not stated: {value}" for name, value in zip(names, values, strict=True)]
+        found.append((prediction, [*said, *chosen.assumed]))
+    if not found:
+        raise problem
+    return max(found, key=lambda each: (each[0].memory.fits, each[0].time.tokens_per_s_per_gpu))
 
 
 def write_rows(path: Path, predictions: Iterable[RowPrediction]) -> int:

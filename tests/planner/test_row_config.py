@@ -112,10 +112,9 @@ def test_flags_of_megatron_are_read_with_its_defaults() -> None:
 
 
 def test_what_is_assumed_is_said() -> None:
-    cells = {key: text for key, text in DENSE.items() if key not in ("vocab", "ffn", "kv_heads", "mbs", "recompute")}
-    row = Row(cells)
+    row = Row({key: text for key, text in DENSE.items() if key not in ("vocab", "ffn", "kv_heads", "precision")})
     scenario_of_row(row)
-    for word in ("vocabulary", "ffn", "micro-batch", "recomputation"):
+    for word in ("vocabulary", "ffn", "precision"):
         assert any(word in text for text in row.assumed), word
 
 

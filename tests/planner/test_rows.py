@@ -55,6 +55,30 @@ def test_the_output_has_a_line_per_row(tmp_path: Path, capsys: pytest.CaptureFix
     assert "engine megatron" in good["note"]
 
 
+def test_open_cells_get_the_best_choice_that_fits() -> None:
+    cells = DENSE | {"id": "1", "mbs": "", "recompute": ""}
+    (best,) = predict_rows([cells])
+    stated = list(predict_rows([cells | {"mbs": str(2**power), "recompute": "none"} for power in range(5)]))
+    assert best.fits == "yes"
+    fitting = [float(row.tokens_per_s_per_gpu) for row in stated if row.fits == "yes"]
+    assert float(best.tokens_per_s_per_gpu) == max(fitting)
+    assert "mbs not stated: " in best.note and "recompute not stated: none" in best.note
+    tight = DENSE | {
+        "id": "1",
+        "recompute": "",
+        "pp": "1",
+        "vp": "1",
+        "tp": "1",
+        "gpus": "64",
+        "gbs": "128",
+        "mbs": "2",
+    }
+    (row,) = predict_rows([tight])
+    assert "recompute not stated: selective" in row.note
+    (row,) = predict_rows([tight | {"recompute": "none"}])
+    assert "not stated" not in row.note and row.fits == "no"
+
+
 def test_flags_mean_the_last_rank() -> None:
     flags = "tensor-model-parallel-size=1 pipeline-model-parallel-size=4 bf16 use-distributed-optimizer"
     cells = DENSE | {"id": "1", "tp": "1", "vp": "", "flags": flags}
