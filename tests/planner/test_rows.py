@@ -71,7 +71,7 @@ def test_open_cells_get_the_best_choice_that_fits() -> None:
         "tp": "1",
         "gpus": "64",
         "gbs": "128",
-        "mbs": "2",
+        "mbs": "1",
     }
     (row,) = predict_rows([tight])
     assert "recompute not stated: selective" in row.note
