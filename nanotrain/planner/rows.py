@@ -119,8 +119,8 @@ def _best(cells: dict[str, str], *, engine: str | None) -> tuple[Prediction, lis
         except NanotrainError as error:
             problem = error
             continue
-        said = [f"{name} not stated: {value}" for name, value in zip(names, values, strict=True)]
-        found.append((prediction, [*said, *chosen.assumed]))
+        notes = [f"{name} not stated: {value}" for name, value in zip(names, values, strict=True)]
+        found.append((prediction, [*notes, *chosen.assumed]))
     if not found:
         raise problem
     return max(found, key=lambda each: (each[0].memory.fits, each[0].time.tokens_per_s_per_gpu))
