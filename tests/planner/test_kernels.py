@@ -83,7 +83,7 @@ def test_experts_compute_no_faster_than_one_product_of_their_tokens(accumulate: 
     gpu, shape = gpu_of("h100"), (8192, 2048, 7168)
     whole = (2048, 7168, 8192) if accumulate else shape
     times = [grouped_matmul_s(gpu, shape, num_experts=n, dtype="bf16", accumulate=accumulate) for n in (1, 8, 64)]
-    assert times[0] == matmul_s(gpu, whole, dtype="bf16", accumulate=accumulate)
+    assert times[0] == pytest.approx(1.2 * matmul_s(gpu, whole, dtype="bf16", accumulate=accumulate), rel=0.01)
     assert times == sorted(times)
 
 
