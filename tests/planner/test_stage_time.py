@@ -47,6 +47,9 @@ def test_sharded_parameters_are_gathered_beside_the_unit_before() -> None:
     hidden = Stages(llama(64, overlap_param_gather=True, overlap_grad_reduce=True, **values)).times[0]
     assert hidden[FORWARD].exposed["dp"] < 0.5 * exposed[FORWARD].exposed["dp"]
     assert hidden[BACKWARD].exposed["dp"] < 0.7 * exposed[BACKWARD].exposed["dp"]
+    kept = Stages(llama(64, reshard_after_forward=False, **values)).times[0]
+    assert kept[FORWARD].exposed["dp"] == exposed[FORWARD].exposed["dp"]
+    assert kept[BACKWARD].exposed["dp"] < 0.9 * exposed[BACKWARD].exposed["dp"]  # gathered once, not again
 
 
 def test_small_layers_wait_for_the_host() -> None:
