@@ -8,8 +8,6 @@ while its backward runs (`working`); `peak_of_backward` walks the operators back
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -18,6 +16,7 @@ from nanotrain.planner.scenario import Scenario
 from nanotrain.spec.stages import StageSpec
 
 FP32, INT64 = 4, 8
+HOPPER = ("h1", "h2", "h8", "gh")  # beginnings of names of GPUs
 
 
 class Op(NamedTuple):
@@ -36,63 +35,36 @@ class StagePeak(NamedTuple):
     weights: frozenset[tuple[int, int]]  # shapes of the weights of its linear layers
 
 
-@dataclass(frozen=True)
 class LayerBytes:
-    """The operators of a stage of one scenario."""
+    """The operators of the stages of one scenario.
 
-    scenario: Scenario
+    Args:
+        scenario: configuration, machine and engine.
+    """
 
-    @cached_property
-    def tp(self) -> int:
-        """Tensor-parallel ranks."""
-        return self.scenario.sizes["tp"]
-
-    @cached_property
-    def tokens(self) -> int:
-        """T."""
-        config = self.scenario.config
-        return config.train.micro_batch_size * config.data.seq_length // self.scenario.sizes["cp"]
-
-    @cached_property
-    def outside(self) -> int:
-        """O."""
-        return self.tokens // (self.tp if self.scenario.config.parallel.sequence_parallel else 1)
-
-    @cached_property
-    def itemsize(self) -> int:
-        """Bytes of an element of the activations."""
-        return 4 if self.scenario.config.precision.params_dtype == "fp32" else 2
-
-    @cached_property
-    def share_in_fp8(self) -> float:
-        """Bytes of the kept input of a linear layer, relative to the data type of the activations."""
-        return {"fp8": 0.5, "mxfp8": 0.53, "nvfp4": 0.29}.get(self.scenario.matmul_dtype, 1.0)
-
-    @cached_property
-    def hidden(self) -> int:
-        """Bytes of hidden states outside of tensor-parallel layers."""
-        return self.outside * self.scenario.shape.hidden_size * self.itemsize
-
-    @cached_property
-    def inside(self) -> int:
-        """Bytes of hidden states of all tokens, as a tensor-parallel layer reads them."""
-        return self.tokens * self.scenario.shape.hidden_size * self.itemsize
-
-    @cached_property
-    def gathered(self) -> int:
-        """Bytes of the input of a linear layer that its backward gathers again."""
-        return self.inside if self.outside < self.tokens else 0
-
-    @cached_property
-    def fuses_wgrads(self) -> bool:
-        """Whether matrix products add the gradients of weights to the buffer of gradients."""
-        is_unset = self.scenario.config.parallel.gradient_accumulation_fusion is None
-        return self.scenario.engine.name == "megatron" and is_unset
-
-    @cached_property
-    def modules(self) -> frozenset[str]:
-        """Modules that are recomputed."""
-        return frozenset(self.scenario.config.memory.recomputed_modules)
+    def __init__(self, scenario: Scenario) -> None:
+        config, self.scenario, self.shape = scenario.config, scenario, scenario.shape
+        self.model, self.tp, self.cp = config.model, scenario.sizes["tp"], scenario.sizes["cp"]
+        self.itemsize = 4 if config.precision.params_dtype == "fp32" else 2
+        # of the kept input of a linear layer, relative to the data type of the activations
+        self.share_in_fp8 = {"fp8": 0.5, "mxfp8": 0.53, "nvfp4": 0.29}.get(scenario.matmul_dtype, 1.0)
+        self.tokens = config.train.micro_batch_size * config.data.seq_length // self.cp
+        self.outside = self.tokens // (self.tp if config.parallel.sequence_parallel else 1)
+        width = self.shape.hidden_size * self.itemsize
+        self.hidden, self.inside = self.outside * width, self.tokens * width
+        self.gathered = self.inside if self.outside < self.tokens else 0  # a backward gathers its input again
+        self.statistics = self.outside * FP32 * (1 + self.shape.has_norm_bias)  # of a norm
+        self.modules = frozenset(config.memory.recomputed_modules)
+        self.is_megatron = scenario.engine.name == "megatron"
+        # whether matrix products add the gradients of weights to the buffer of gradients
+        self.fuses_wgrads = self.is_megatron and config.parallel.gradient_accumulation_fusion is None
+        backend, deterministic = config.train.attention_backend, config.train.deterministic_mode
+        self.writes_scores = "local layers" in scenario.features or backend in ("unfused", "local")
+        # Flash attention keeps its output in another layout than the projection that follows. Kernels of cuDNN have
+        # the layout of Megatron-LM: on Hopper always, on Blackwell unless deterministic.
+        is_hopper, is_ampere = scenario.gpu.name.startswith(HOPPER), scenario.gpu.name.startswith("a100")
+        is_flash = backend == "flash" or not (is_hopper or not (deterministic or is_ampere))
+        self.copies_output = self.is_megatron and is_flash and config.train.micro_batch_size > 1
 
     def dropout(self, p: float, num_bytes: int) -> int:
         """Mask of a dropout, a byte per element."""
@@ -111,11 +83,9 @@ class LayerBytes:
 
     def block(self, layer: int) -> list[Op]:
         """The operators of a transformer block in forward order."""
-        shape = self.scenario.shape
-        normed = 0 if "layernorm" in self.modules else self.hidden
-        statistics = self.outside * FP32 * (1 + shape.has_norm_bias)
-        mask = self.dropout(self.scenario.config.model.hidden_dropout, self.hidden)
-        norm = Op(self.hidden + statistics, 2 * self.hidden)
+        shape, normed = self.shape, 0 if "layernorm" in self.modules else self.hidden
+        mask = self.dropout(self.model.hidden_dropout, self.hidden)
+        norm = Op(self.hidden + self.statistics, 2 * self.hidden)
         attention = self.mla(normed) if shape.mla else self.attention(normed)
         mlp = self.experts(normed) if shape.has_experts(layer) else self.mlp(shape.ffn_size, normed)
         add = Op(mask, 2 * self.hidden)
@@ -125,11 +95,11 @@ class LayerBytes:
 
     def attention(self, normed: int) -> list[Op]:
         """Projection of queries, keys and values, core attention, output projection."""
-        shape = self.scenario.shape
+        shape = self.shape
         query = shape.num_heads * shape.head_dim // self.tp
         key = max(1, shape.query_groups // self.tp) * shape.head_dim
         hidden, tokens = shape.hidden_size, self.tokens * self.itemsize
-        copies = 1 + (shape.has_qk_norm and self.scenario.engine.name == "megatron")  # before and after the norms
+        copies = 1 + (shape.has_qk_norm and self.is_megatron)  # before and after the norms
         inputs = tokens * ((query + key) * copies + key)
         return [
             self.linear(hidden, query + 2 * key, saved=normed),
@@ -139,7 +109,7 @@ class LayerBytes:
 
     def mla(self, normed: int) -> list[Op]:
         """Down-projections, norms of the compressed vectors, up-projections, core attention, output projection."""
-        shape, mla = self.scenario.shape, self.scenario.shape.mla
+        shape, mla = self.shape, self.shape.mla
         assert mla is not None, "callers check it"
         heads, tokens, rank = shape.num_heads // self.tp, self.tokens * self.itemsize, mla.q_lora_rank or 0
         outside = self.outside * self.itemsize
@@ -156,47 +126,28 @@ class LayerBytes:
 
     def core_attention(self, inputs: int, output: int, *, heads: int) -> list[Op]:
         """Attention of queries to keys; `inputs` are bytes of query, key and value."""
-        config, cp = self.scenario.config, self.scenario.sizes["cp"]
         statistics = self.tokens * heads * FP32
         if not self.writes_scores:
             if "core_attn" in self.modules:
                 return [Op(inputs, inputs + 2 * output + statistics)]
-            # over cp the output is kept in the layout of the kernel too
-            copies = (cp > 1) + self.copies_output
-            copies += self.share_in_fp8 < 1  # beside the projection's input in 8 bits
+            # of the output: over cp in the layout of the kernel too, and the projection's input in 8 bits
+            copies = (self.cp > 1) + self.copies_output + (self.share_in_fp8 < 1)
             return [Op(inputs + statistics + copies * output, inputs + 2 * output)]
-        scores = self.tokens * heads * config.data.seq_length // cp * self.itemsize
-        p = config.model.attention_dropout
+        scores = self.tokens * heads * self.scenario.config.data.seq_length // self.cp * self.itemsize
+        p = self.model.attention_dropout
         kept = scores + (scores + self.dropout(p, scores) if p > 0 else 0)
         if "core_attn" in self.modules:
             return [Op(inputs, inputs + kept + scores)]
         return [Op(inputs + kept, 2 * scores + output)]
 
-    @cached_property
-    def writes_scores(self) -> bool:
-        """Whether the attention scores are in memory: no flash kernel."""
-        is_local = "local layers" in self.scenario.features
-        return is_local or self.scenario.config.train.attention_backend in ("unfused", "local")
-
-    @cached_property
-    def copies_output(self) -> bool:
-        """Whether flash attention keeps its output in another layout than the projection that follows.
-
-        Kernels of cuDNN read and write the layout of Megatron-LM: of Hopper always, of Blackwell unless deterministic.
-        """
-        train, is_hopper = self.scenario.config.train, self.scenario.gpu.name.startswith(("h1", "h2", "h8", "gh"))
-        by_cudnn = is_hopper or (not train.deterministic_mode and not self.scenario.gpu.name.startswith("a100"))
-        is_flash = train.attention_backend == "flash" or not by_cudnn
-        return self.scenario.engine.name == "megatron" and is_flash and train.micro_batch_size > 1
-
     def mlp(self, inner: int, normed: int) -> list[Op]:
         """Up, activation and down."""
-        shape, inner = self.scenario.shape, inner // self.tp
+        shape, inner = self.shape, inner // self.tp
         if "mlp" in self.modules:
             normed = max(normed, self.hidden)
             return [Op(normed, (3 + 2 * shape.is_gated) * self.tokens * inner * self.itemsize)]
         width, unit = (1 + shape.is_gated) * inner, self.tokens * inner * self.itemsize
-        unfused = shape.is_gated and self.scenario.engine.name != "megatron"  # the activated gate
+        unfused = shape.is_gated and not self.is_megatron  # the activated gate
         return [
             self.linear(shape.hidden_size, width, saved=normed),
             Op((1 + shape.is_gated + unfused) * unit, (2 + shape.is_gated + unfused) * unit + self.hidden),
@@ -205,7 +156,7 @@ class LayerBytes:
 
     def experts(self, normed: int) -> list[Op]:
         """Router, dispatch, experts of evenly routed tokens, combination, shared expert."""
-        shape, moe = self.scenario.shape, self.scenario.shape.moe
+        shape, moe = self.shape, self.shape.moe
         assert moe is not None, "callers check it"
         etp, inner = self.scenario.sizes["etp"], shape.moe_ffn_size // self.scenario.sizes["etp"]
         pairs = int(self.tokens // self.tp * moe.router_topk * etp * self.scenario.imbalance)
@@ -216,40 +167,37 @@ class LayerBytes:
         ops = [Op(normed + router, 2 * self.hidden)]
         if moe.shared_expert_intermediate_size:
             ops += self.mlp(moe.shared_expert_intermediate_size, 0)
-        return [
-            *ops,
+        ops += [
             Op(int(permuted * self.share_in_fp8), 2 * permuted + (1 + shape.is_gated) * unit, (up,)),
             Op((1 + shape.is_gated) * unit, (2 + shape.is_gated) * unit),
             # the kernel of SwiGLU multiplies by the probabilities too
             Op(int(kept * unit * self.share_in_fp8) + (0 if shape.is_gated else unit), permuted + unit, (down,)),
             Op(0, 2 * permuted),
         ]
+        if "moe" not in self.modules:
+            return ops
+        peak = self.peak_of_backward(ops)
+        return [Op(normed or self.hidden, peak.kept + peak.beside, (up, down))]
 
     def head(self) -> list[Op]:
         """Final norm, logits and loss."""
-        shape, engine = self.scenario.shape, self.scenario.engine
-        columns = shape.padded_vocab_size // self.tp
+        columns = self.shape.padded_vocab_size // self.tp
         logits = self.tokens * columns
-        statistics = self.outside * FP32 * (1 + shape.has_norm_bias)
         if "fused loss" in self.scenario.features:  # the gradient is written over the logits
             loss = Op(logits * self.itemsize, 0)
         else:  # the softmax in fp32 is kept; beside it are the logits
-            further = 2 * FP32 if engine.name == "nanotron" else 0
+            further = 2 * FP32 if self.scenario.engine.low_grads else 0
             further += FP32 if "compiled loss" in self.scenario.features else 0  # which is not in place
             loss = Op(logits * FP32, logits * (self.itemsize + further))
         # the gradient of the weight is a tensor of its own even where it is written to the buffer of gradients
-        gradients = logits * self.itemsize + 2 * self.inside + columns * shape.hidden_size * self.itemsize
-        return [
-            Op(self.hidden + statistics, 2 * self.hidden),
-            Op(self.hidden, gradients),
-            loss,
-        ]
+        gradients = logits * self.itemsize + 2 * self.inside + columns * self.shape.hidden_size * self.itemsize
+        return [Op(self.hidden + self.statistics, 2 * self.hidden), Op(self.hidden, gradients), loss]
 
     def stage(self, spec: StageSpec) -> StagePeak:
         """A stage with the recomputation of the configuration."""
         ops: list[Op] = []
         if spec.has_embedding:
-            ops.append(Op(self.dropout(self.scenario.config.model.hidden_dropout, self.hidden), self.hidden))
+            ops.append(Op(self.dropout(self.model.hidden_dropout, self.hidden), self.hidden))
         blocks = [self.block(layer) for layer in spec.layers]
         if self.scenario.config.memory.recompute_granularity == "full":
             for group in recomputed_groups(self.scenario.config, len(blocks)):
@@ -263,6 +211,8 @@ class LayerBytes:
             ops += [op._replace(saved=0, working=op.working + op.saved) for op in block] if index < offloaded else block
         if spec.has_head:
             ops += self.head()
+            for layer in self.shape.mtp_layers:
+                ops += [*self.block(layer), *self.head()]
         return self.peak_of_backward(ops)
 
     def peak_of_backward(self, ops: Iterable[Op]) -> StagePeak:

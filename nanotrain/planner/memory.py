@@ -12,7 +12,7 @@ from typing import get_args
 from nanotrain.config.parallel import ShardingStrategy
 from nanotrain.parallel.pp.actions import ActionKind, PipelineShape, Schedule
 from nanotrain.parallel.pp.schedules import build_schedule
-from nanotrain.planner.layer_bytes import FP32, INT64, LayerBytes, StagePeak
+from nanotrain.planner.layer_bytes import FP32, HOPPER, INT64, LayerBytes, StagePeak
 from nanotrain.planner.scenario import Scenario
 from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.parameters import Declaration, declare_stage
@@ -135,13 +135,10 @@ def local_elements(scenario: Scenario, stages: tuple[StageSpec, ...]) -> tuple[i
     return numel[0], numel[1]
 
 
-def _state(scenario: Scenario, elements: tuple[int, int], *, weights: int) -> tuple[int, int, int]:
-    """Bytes of parameters, gradients and optimizer state.
+def _state(scenario: Scenario, elements: tuple[int, int]) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer state, from the elements of dense parameters and of experts.
 
-    Args:
-        scenario: the scenario.
-        elements: those of dense parameters and of experts on a rank.
-        weights: elements of weights whose products are in fp8.
+    Weights in fp8 take as much as in bf16: Transformer Engine has them by rows and by columns.
     """
     config, engine = scenario.config, scenario.engine
     precision, strategy = Precision.of(config.precision), config.parallel.data_parallel_sharding_strategy
@@ -155,8 +152,6 @@ def _state(scenario: Scenario, elements: tuple[int, int], *, weights: int) -> tu
         grads += numel * precision.main_grads.itemsize // shards if level > 1 else numel * precision.grads.itemsize
         grads += numel * low if engine.low_grads and low < FP32 else 0
         optimizer += numel * (main + 2 * FP32) // (shards if level > 0 else 1)
-    if scenario.matmul_dtype in ("fp8", "mxfp8", "nvfp4") and level < 3:  # by rows and by columns, beside those in bf16
-        params += weights * (1 if scenario.matmul_dtype == "nvfp4" else 2)
     return params, grads, optimizer
 
 
@@ -187,8 +182,7 @@ def _estimated(scenario: Scenario, pp_index: int) -> MemoryEstimate:
     if "deferred wgrad of the head" in scenario.features and stages[-1].has_head:
         logits = scenario.shape.padded_vocab_size // scenario.sizes["tp"] * layers.tokens * layers.itemsize
         tokens += 2 * (logits + layers.inside)
-    in_fp8 = sum(elements) - scenario.shape.padded_vocab_size * scenario.shape.hidden_size // scenario.sizes["tp"]
-    params, grads, optimizer = _state(scenario, elements, weights=max(0, in_fp8))
+    params, grads, optimizer = _state(scenario, elements)
     estimate = MemoryEstimate(
         params=params,
         grads=grads,
@@ -220,8 +214,7 @@ def _peak(peaks: dict[int, StagePeak], schedule: Schedule, *, pp_index: int) -> 
 
 def _workspaces(scenario: Scenario) -> int:
     """Workspaces of matrix products: two of torch's, of forward and backward, and one of Transformer Engine."""
-    is_hopper = scenario.gpu.name.startswith(("h1", "h2", "h8", "gh"))
-    large = is_hopper or scenario.config.train.deterministic_mode
+    large = scenario.gpu.name.startswith(HOPPER) or scenario.config.train.deterministic_mode
     own = 2 * (32 * MIB if large else 8_519_680)
     if scenario.engine.name != "megatron" or "local layers" in scenario.features:
         return own
