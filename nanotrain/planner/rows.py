@@ -115,7 +115,10 @@ def _best(cells: dict[str, str], *, engine: str | None) -> tuple[Prediction, lis
             continue
         chosen = Row(cells | dict(zip(names, values, strict=True)))
         try:
-            prediction = predict(scenario_of_row(chosen, engine=engine))
+            scenario = scenario_of_row(chosen, engine=engine)
+            if "mbs" in names and row.number("gbs") not in (None, scenario.config.train.global_batch_size):
+                continue  # a micro-batch size that does not divide it
+            prediction = predict(scenario)
         except NanotrainError as error:
             problem = error
             continue

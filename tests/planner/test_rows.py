@@ -63,6 +63,8 @@ def test_open_cells_get_the_best_choice_that_fits() -> None:
     fitting = [float(row.tokens_per_s_per_gpu) for row in stated if row.fits == "yes"]
     assert float(best.tokens_per_s_per_gpu) == max(fitting)
     assert "mbs not stated: " in best.note and "recompute not stated: none" in best.note
+    (odd,) = predict_rows([cells | {"gbs": "24"}])  # 3 samples for each of 8 data-parallel ranks
+    assert "mbs not stated: 1" in odd.note
     tight = DENSE | {
         "id": "1",
         "recompute": "",
