@@ -18,7 +18,7 @@ from nanotrain.config.load import compose_line
 from nanotrain.config.parallel import RecomputeModule
 from nanotrain.config.schema import with_values
 from nanotrain.errors import ConfigError, ErrorCollector
-from nanotrain.planner.hardware import gpu_of
+from nanotrain.planner.hardware import GPU, gpu_of
 from nanotrain.planner.scenario import DATA, Engine, Scenario, engine_of, scenario_of
 
 GPT2_VOCAB_SIZE = 50257
@@ -123,6 +123,8 @@ def scenario_of_row(row: Row, *, engine: str | None = None) -> Scenario:
     options: dict[str, Any] = {name: row.choice(name) for name in ("dispatcher", "tp_overlap")}
     options |= {name: re.search(pattern, words) is not None for name, pattern in tables["switches"].items()}
     features = (name for name, pattern in tables["features"].items() if re.search(pattern, words))
+    if not row.choice("stated dispatcher") and not row.has_flags and _ep_leaves_the_node(row, gpu_of(gpu)):
+        options["dispatcher"] = row.assume("flex", "dispatcher not stated: one that sends a token to a node once")
     if row.number("experts") and row.has_flags and "force load balancing" not in words:
         options["imbalance"] = row.assume(1.2, "routing not balanced by force: 1.2 times an even share")
     return scenario_of(
@@ -134,6 +136,10 @@ def scenario_of_row(row: Row, *, engine: str | None = None) -> Scenario:
         features=frozenset(features),
         **options,
     )
+
+
+def _ep_leaves_the_node(row: Row, gpu: GPU) -> bool:
+    return (row.number("ep", 1) or 1) * (row.number("tp", 1) or 1) > gpu.gpus_per_node
 
 
 def _config(row: Row, engine: Engine) -> tuple[Config, int]:
@@ -300,6 +306,9 @@ def _layout(row: Row, engine: Engine, *, tp: int, pp: int) -> dict[str, Any]:
         "parallel.overlap_grad_reduce": overlaps,
         "parallel.overlap_param_gather": overlaps,
     }
+    if engine.name == "megatron" and "fp16" in row.text("precision") and not re.search("flash|fused", options):
+        row.assumed.append("attention not stated: not fused, as in the years of fp16")
+        values["train.attention_backend"] = "unfused"
     if "pure" in row.words("precision"):
         values["precision.grad_reduce_in_bf16"] = True
     if row.precision in ("fp8", "mxfp8", "nvfp4"):
