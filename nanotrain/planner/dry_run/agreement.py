@@ -1,12 +1,13 @@
 """Whether all members of every group start the same collectives, and every send has its receive.
 
-    RankClasses     the ranks that run the same program, and the two of each class that are run
+    RankClasses     the ranks that run the same program, and those that are run
     full_calls      what a rank has recorded, replayed in the order of the full schedule
     disagreements   every group and pair of ranks compared
 
 A class are the ranks of one pipeline rank and one context-parallel rank with equally many rows of the vocabulary. Its
-first and last rank are run, and stand for all. The shards of replicated parameters and of tied embeddings differ
-between data-parallel ranks, so sums over tp and embed are compared between ranks of one data-parallel rank.
+first and last rank are run, and stand for all; in a small world all ranks are. The shards of replicated parameters and
+of tied embeddings differ between data-parallel ranks, so sums over tp and embed are compared between ranks of one of
+them.
 """
 
 from collections import defaultdict
@@ -24,6 +25,7 @@ from nanotrain.spec.shape import ModelShape
 from nanotrain.topology.groups import GroupName, GroupSpec
 from nanotrain.topology.topology import Topology
 
+MAX_ALL = 8  # ranks of a world that are all run
 MAX_CP_CLASSES = 8  # of more context-parallel ranks the first, the last and one of the others are run
 
 
@@ -53,8 +55,18 @@ class RankClasses:
             bounds[*key] = bounds.get((*key,), (rank, rank))[0], rank
         return bounds
 
+    @property
+    def run_ranks(self) -> tuple[list[int], list[int]]:
+        """The first ranks of all classes; and the last ones, or in a small world all others."""
+        firsts = [first for first, _ in self.bounds.values()]
+        number = self.topology.world_size
+        others = range(number) if number <= MAX_ALL else [last for _, last in self.bounds.values()]
+        return firsts, [rank for rank in others if rank not in firsts]
+
     def stand_in(self, rank: int) -> int:
         """The rank that is run for a rank: itself, or one of the same data-parallel rank, or the first of the class."""
+        if self.topology.world_size <= MAX_ALL:
+            return rank
         *key, dp = self._keys[rank]
         first, last = self.bounds[*key]
         return last if rank == last or (self._keys[last][-1] == dp != self._keys[first][-1]) else first

@@ -96,7 +96,7 @@ class DryRun:
 
 
 def dry_run(config: Config, world_size: int, *, rank: int | None = None) -> DryRun:
-    """Run the first and the last rank of every class, and compare them.
+    """Run the ranks that stand for all, and compare them.
 
     Args:
         config: a validated configuration with the vocabulary size set.
@@ -105,9 +105,7 @@ def dry_run(config: Config, world_size: int, *, rank: int | None = None) -> DryR
     """
     topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
     classes, schedule = RankClasses(config, topology), train_schedule(config, world_size)
-    bounds = classes.bounds.values() if rank is None else [(rank, rank)]
-    firsts = [first for first, _ in bounds]
-    others = [last for _, last in bounds if last not in firsts]
+    firsts, others = classes.run_ranks if rank is None else ([rank], [])
     records: dict[int, RankRecord] = {}
     shapes: dict[object, object] = {}
     faults: list[str] = []
@@ -164,7 +162,8 @@ def _traffic_faults(record: RankRecord) -> Iterator[str]:
         group = record.plan.groups[cast(GroupName, name)]
         calls = [call for call in record.step if (call.ranks, call.op) == (group.ranks, op)]
         counts = Counter(int(call.size.partition(" ")[0].replace(",", "")) for call in calls if not call.splits)
-        buckets = [b for buffer in record.plan.buffers if buffer.shard.name == name for b in buffer.layout.buckets]
+        buffers = [buffer for buffer in record.plan.buffers if name in (buffer.shard.name, buffer.replicate.name)]
+        buckets = [bucket for buffer in buffers for bucket in buffer.layout.buckets]
         expected = Counter(bucket.numel for bucket in buckets)
         most = max((counts[numel] / number for numel, number in expected.items()), default=0)
         missing = [b for b in buckets if counts[b.numel] < most * expected[b.numel]]

@@ -46,14 +46,19 @@ def on_meta(plan: Plan) -> Iterator[None]:
             *((module, "HostTransfer", _MetaTransfer) for module in (activation_offload, optimizer_offload)),
             *((module, "host_zeros", _host_zeros) for module in (state, stored)),
             (UpdateStep, "on_host", lambda step: step),
+            (torch, "_fused_sgd_", lambda *_, **__: None),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
         yield
 
 
-def _attend(*inputs: Tensor, **_: Any) -> Tensor:
+def _attend(*inputs: Tensor, attn_mask: Any = None, enable_gqa: bool = False, **_: Any) -> Tensor:
     """Query, key, value [B, N, Q, D] -> [B, N, Q, D]: the flash kernel, which saves the same tensors as the others."""
-    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(*inputs, 0.0, True)[0]
+    operators, out = torch.ops.aten, inputs[0]
+    if isinstance(attn_mask, Tensor):  # only the backend math has one
+        out = operators._scaled_dot_product_attention_math(*inputs, attn_mask, enable_gqa=enable_gqa)[0]
+    else:
+        out = operators._scaled_dot_product_flash_attention(*inputs, 0.0, True)[0]
     return out
 
 

@@ -39,6 +39,7 @@ def test_a_class_is_a_stage_a_context_parallel_rank_and_a_share_of_the_vocabular
             assert (ours["pp"], ours["cp"]) == (theirs["pp"], theirs["cp"])
             assert other in {each for bounds in classes.bounds.values() for each in bounds}
             assert classes.stand_in(other) == other
+    assert [classes_of("--vocab-size 2048", 8).stand_in(rank) for rank in range(8)] == [*range(8)]
 
 
 def test_of_many_context_parallel_ranks_three_are_run() -> None:
