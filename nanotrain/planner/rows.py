@@ -17,8 +17,8 @@ from nanotrain.planner.scenario import engine_of
 
 COLUMNS = ("id", "fits", "memory_gib", "step_time_s", "tokens_per_s_per_gpu", "mfu", "note")
 CHOICES = {  # of cells that a row leaves open
-    "mbs": ("1", "2", "4", "8", "16"),
-    "vp": ("1", "2", "3", "4"),
+    "mbs": ("1", "2", "4", "8"),
+    "vp": ("1", "2", "4"),
     "recompute": ("none", "selective layernorm mla_up_proj moe_act", "selective layernorm mla_up_proj mlp moe"),
 }
 NEEDED = ("layers", "hidden", "seq")  # a table without one of these columns has no row that could be modelled
