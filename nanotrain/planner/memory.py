@@ -4,6 +4,7 @@ Engine nanotrain: the numbers that a run plans before it starts (train/plans). O
 gradients and optimizer state, and the operators of `layer_bytes.py` over the pipeline schedule.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -123,15 +124,19 @@ def _planned(scenario: Scenario, pp_index: int) -> MemoryEstimate:
 
 
 def local_elements(scenario: Scenario, stages: tuple[StageSpec, ...]) -> tuple[int, int]:
-    """Elements of the parameters of a rank: dense ones and those of experts."""
-    sizes, config = scenario.sizes, scenario.config
+    """Elements of the parameters of a rank: dense ones and those of experts; one layer of each kind is declared."""
+    sizes, config, has_experts = scenario.sizes, scenario.config, scenario.shape.has_experts
     declaration = Declaration(
         scenario.shape, config.precision.params_dtype, sizes["tp"], config.parallel.sequence_parallel
     )
+    layers = [layer for stage in stages for layer in stage.layers]
+    kinds, counts = {has_experts(layer): layer for layer in layers}, Counter(map(has_experts, layers))
+    parts = [(1, replace(stage, last_layer=stage.first_layer)) for stage in stages]
+    parts += [(counts[kind], StageSpec(1, layer, layer + 1, False, False)) for kind, layer in kinds.items()]
     coords, numel = dict.fromkeys(sizes, 0), [0, 0]
-    for stage in stages:
-        for spec in declare_stage(declaration, stage):
-            numel[spec.is_expert] += prod(localize(spec, coords=coords, sizes=sizes).box.shape)
+    for count, part in parts:
+        for spec in declare_stage(declaration, part):
+            numel[spec.is_expert] += count * prod(localize(spec, coords=coords, sizes=sizes).box.shape)
     return numel[0], numel[1]
 
 
