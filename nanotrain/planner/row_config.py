@@ -139,20 +139,25 @@ def scenario_of_row(row: Row, *, engine: str | None = None) -> Scenario:
 
 
 def _ep_leaves_the_node(row: Row, gpu: GPU) -> bool:
-    return (row.number("ep", 1) or 1) * (row.number("tp", 1) or 1) > gpu.gpus_per_node
+    return bool(row.number("experts")) and (row.number("ep") or 1) * (row.number("tp") or 1) > gpu.gpus_per_node
 
 
 def _config(row: Row, engine: Engine) -> tuple[Config, int]:
     """The configuration and the number of ranks."""
     tp, pp, cp = (row.number(axis, 1) or 1 for axis in ("tp", "pp", "cp"))
     if not row.text("tp") and not row.text("pp") and (row.number("gpus") or 1) > 1:
-        raise ConfigError("the layout is not stated")
+        if engine.name != "fsdp2":
+            raise ConfigError("the layout is not stated")
+        row.assumed.append("layout not stated: data parallelism alone")
     world_size = row.number("gpus") or tp * pp * cp * row.required("dp")
     if world_size % (tp * pp * cp):
         raise ConfigError(f"{world_size} GPUs cannot form tp={tp} x pp={pp} x cp={cp}")
     dp = world_size // (tp * pp * cp)
     micro = row.number("mbs", 1) or 1
-    batch = row.number("gbs") or row.assume(micro * dp * 8 * pp, "global batch not stated: 8 microbatches per stage")
+    batch = row.number("gbs") or row.assume(
+        micro * dp * (8 * pp if pp > 1 else 1),
+        "global batch not stated: 8 microbatches per stage of a pipeline, else 1",
+    )
     if batch % (micro * dp):
         batch = row.assume(max(1, batch // (micro * dp)) * micro * dp, "global batch rounded to whole microbatches")
     values: dict[str, Any] = {

@@ -49,7 +49,7 @@ def test_the_engine_is_what_only_its_runs_say(cells: dict[str, str], engine: str
     [
         ("bf16 (fp32 grad accumulation)", "bf16"), ("BF16", "bf16"), ("amp_bf16/DEFAULT", "bf16"), ("fp16", "fp16"),
         ("bf16/fp16", "bf16"), ("FP8-CS", "fp8"), ("FP8-MX", "mxfp8"), ("MXFP8", "mxfp8"), ("NVFP4", "nvfp4"),
-        ("TF32", "fp32"), ("bf16+fp8-hybrid-tensorwise", "fp8"),
+        ("TF32", "fp32"), ("bf16+fp8-hybrid-tensorwise", "fp8"), ("float8 (rowwise)", "fp8"), ("bfloat16", "bf16"),
     ],
 )  # fmt: skip
 def test_precisions_as_people_write_them(text: str, matmul: str) -> None:
@@ -116,6 +116,13 @@ def test_what_is_assumed_is_said() -> None:
     scenario_of_row(row)
     for word in ("vocabulary", "ffn", "precision"):
         assert any(word in text for text in row.assumed), word
+
+
+def test_programs_that_shard_parameters_need_no_layout() -> None:
+    row = Row(DENSE | {"tp": "", "pp": "", "vp": "", "gbs": "", "zero": "fsdp2"})
+    scenario = scenario_of_row(row)
+    assert (scenario.sizes["dp"], scenario.pipeline.num_microbatches) == (64, 1)
+    assert any("data parallelism alone" in text for text in row.assumed)
 
 
 @pytest.mark.parametrize(
