@@ -3,14 +3,15 @@
 dry_run(config, world_size) -> DryRun.text(), DryRun.faults
 """
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from heapq import nlargest
 from traceback import extract_tb
 from typing import cast
 
+from nanotrain.checkpoint.plan import coverage_fault
 from nanotrain.comm.recorder import Call
 from nanotrain.config.config import Config
 from nanotrain.config.schedules import num_microbatches
@@ -19,6 +20,7 @@ from nanotrain.parallel.pp.transfers import plan_rank
 from nanotrain.planner.dry_run.agreement import RankClasses, disagreements, full_calls
 from nanotrain.planner.dry_run.rank import RankRecord, run_rank
 from nanotrain.quantities import count_of, describe_bytes, table_lines
+from nanotrain.spec.boxes import Box
 from nanotrain.topology.groups import GroupName
 from nanotrain.topology.topology import Topology
 from nanotrain.train.plans.memory_plan import PROCESS_BYTES, plan_memory, train_schedule
@@ -78,7 +80,7 @@ class DryRun:
 
     def _memory(self, rank: int) -> list[str]:
         (resident, peak), record, coords = self.planned[rank], self.records[rank], self.topology.coords_text(rank)
-        sizes = resident, record.resident, peak, record.peak, record.saved_bytes
+        sizes = resident, record.resident, peak, record.peak, sum(record.saved.values())
         return [f"rank {rank} {coords}".rstrip(), *map(describe_bytes, sizes)]
 
     def _groups(self) -> Iterator[list[str]]:
@@ -126,6 +128,8 @@ def dry_run(config: Config, world_size: int, *, rank: int | None = None) -> DryR
     for ranks in (firsts, others):  # what was run, then what is replayed
         faults += find({each: [*records[each].setup, *records[each].step] for each in ranks if each in records})
     faults += [text for text in find(steps) if text not in faults]
+    if len(records) == world_size:
+        faults += _save_faults(records)
     planned = {each: _planned(record) for each, record in records.items()}
     for each, record in records.items():
         resident, peak = planned[each]
@@ -152,6 +156,16 @@ def _few(config: Config, topology: Topology, *, fewest: bool = False) -> Config:
         "checkpoint.pretrained_checkpoint": None,
     }
     return with_values(config, values)
+
+
+def _save_faults(records: Mapping[int, RankRecord]) -> Iterator[str]:
+    """Tensors of which the ranks together save some elements twice, or not at all."""
+    boxes = defaultdict[tuple[str, tuple[int, ...]], list[Box]](list)
+    for box in (box for record in records.values() for box in record.saved):
+        boxes[box.name, box.shape].append(box.box)
+    for (name, shape), saved in boxes.items():
+        if fault := coverage_fault(shape, saved):
+            yield f"a save does not cover {name} {list(shape)} exactly once: {fault}"
 
 
 def _traffic_faults(record: RankRecord) -> Iterator[str]:

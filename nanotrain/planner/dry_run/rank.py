@@ -14,6 +14,7 @@ from nanotrain.data.build import build_data
 from nanotrain.parallel.pp.actions import Action
 from nanotrain.planner.dry_run.stand_ins import on_meta
 from nanotrain.runs.folder import RunFolder
+from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.build import build_run
 from nanotrain.train.plans.plan import Plan
 from nanotrain.train.plans.traffic import sent_bytes
@@ -30,7 +31,7 @@ class RankRecord:
     step: list[Call]  # of the second step
     resident: int  # bytes allocated before the first step
     peak: int  # largest number of bytes allocated
-    saved_bytes: int  # of the tensors that the rank writes into a checkpoint
+    saved: Mapping[TensorBox, int]  # bytes of what the rank writes into a checkpoint
     sent: Mapping[tuple[str, str], int]  # bytes of the second step by group and operation
 
     @cached_property
@@ -87,6 +88,7 @@ def run_rank(plan: Plan, *, shapes: dict[Any, Any]) -> RankRecord:
         for dp in run.data_parallel:
             dp.wait_for_params()
         recorder.finish()
-        saved_bytes = sum(tensor.nbytes for tensor in run.optimizer.tensors_to_save().values())
+        tensors = run.optimizer.tensors_to_save() | run.parts.tensors_to_save()
+        saved = {box: tensor.nbytes for box, tensor in tensors.items()}
     setup, step = recorder.calls[: starts[1]], recorder.calls[starts[1] :]
-    return RankRecord(plan, setup, step, resident, recorder.peak, saved_bytes, sent)
+    return RankRecord(plan, setup, step, resident, recorder.peak, saved, sent)

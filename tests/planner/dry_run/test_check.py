@@ -14,6 +14,7 @@ from nanotrain.comm.work import Work
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
 from nanotrain.optim import distributed
+from nanotrain.optim.state import BucketState
 from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.stores import ParamStore
@@ -141,6 +142,10 @@ def _no_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ParamStore, "wait", lambda self: None)
 
 
+def _saved_twice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BucketState, "ranges_to_save", property(lambda self: self.bucket.update_ranges))
+
+
 def _more_memory(patch: pytest.MonkeyPatch) -> None:
     build = partial(torch.zeros, 2**24, device="meta")
     init = Bucket.__init__
@@ -157,6 +162,7 @@ PLANTED = {
     _other_dtype: r"group world .* rank 0 starts all_reduce of .* float64 sum .*but rank \d starts .* float32",
     _no_receive: r"group pp .* rank 4 starts send of .* at parallel/pp/executor.py:\d+ .* but rank 0 starts none",
     _no_wait: r"rank 0 .* stops: .* reads an output in flight: all_gather started at parallel/dp/stores.py",
+    _saved_twice: r"a save does not cover model/.* exactly once",
     _more_memory: r"rank 0 allocates .* bytes before the first step, planned are",
 }
 
