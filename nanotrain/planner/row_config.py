@@ -118,6 +118,8 @@ def scenario_of_row(row: Row, *, engine: str | None = None) -> Scenario:
     config, world_size = _config(row, chosen)
     if not row.text("precision"):
         row.assumed.append("precision not stated: bf16")
+    if re.search(r"\bcompiled?\b", row.words()):
+        chosen = replace(chosen, fused=True)
     gpu = row.text("hardware") or row.assume("h100", "hardware not stated: H100, the time is a guess")
     tables, words = read_data("rows"), row.words()
     options: dict[str, Any] = {name: row.choice(name) for name in ("dispatcher", "tp_overlap")}
@@ -173,7 +175,7 @@ def _config(row: Row, engine: Engine) -> tuple[Config, int]:
         "data.seq_length": row.required("seq"),
     }
     if not row.has_flags:
-        values |= _model(row, engine) | _layout(row, engine, tp=tp, pp=pp) | _recomputation(row)
+        values |= _model(row, engine) | _layout(row, engine, tp=tp, pp=pp) | _recomputation(row, engine)
     config = with_values(_with_flags(row) if row.has_flags else Config(), values)
     model, stages = config.model, pp * config.parallel.num_virtual_stages_per_pipeline_rank
     if model.vocab_size is None:
@@ -321,7 +323,7 @@ def _layout(row: Row, engine: Engine, *, tp: int, pp: int) -> dict[str, Any]:
     return values
 
 
-def _recomputation(row: Row) -> dict[str, Any]:
+def _recomputation(row: Row, engine: Engine) -> dict[str, Any]:
     """Values of the memory section."""
     text, number = row.text("recompute"), re.search(r"num_layers\W+(\d+)", row.text("recompute"))
     granularity = row.choice("granularity", "recompute")
@@ -329,6 +331,14 @@ def _recomputation(row: Row) -> dict[str, Any]:
         granularity = None
     modules = [name for name in get_args(RecomputeModule) if re.search(rf"\b{name}\b", text)]
     is_full = granularity == "full"
+    if engine.name == "fsdp2" and granularity == "selective" and not modules:
+        # torchtitan keeps every second product and recomputes the rest: as long as every second layer takes
+        half = row.assume(max(1, row.required("layers") // 2), "selective recomputation: every second product")
+        return {
+            "memory.recompute_granularity": "full",
+            "memory.recompute_method": "block",
+            "memory.recompute_num_layers": half,
+        }
     values: dict[str, Any] = {"recompute_granularity": granularity, "recompute_modules": [] if is_full else modules}
     if is_full and number:
         method = "block" if "block" in text else "uniform"

@@ -13,6 +13,7 @@ from nanotrain.planner.hardware import gpu_of, gpus
         ("H100 80 GB", "h100"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("H100 96 GB HBM2e", "h100-96gb"),
         ("A100 40 GB", "a100-40gb"),
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
         ("a100", "a100-80gb"),

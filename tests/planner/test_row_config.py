@@ -71,6 +71,39 @@ def test_recomputation_as_people_write_it(text: str, granularity: str | None, mo
     assert (memory.recompute_granularity, memory.recompute_modules) == (granularity, modules)
 
 
+def test_selective_recomputation_of_fsdp_programs_takes_as_long_as_every_second_layer() -> None:
+    cells = DENSE | {"zero": "fsdp2 full_shard", "pp": "1", "vp": "1", "recompute": "selective"}
+    memory = scenario_of_row(row := Row(cells)).config.memory
+    assert (memory.recompute_granularity, memory.recompute_num_layers) == ("full", 16)
+    assert any("every second product" in text for text in row.assumed)
+
+
+def test_a_compiled_model_runs_fused_operators() -> None:
+    cells = DENSE | {"zero": "fsdp2 full_shard", "pp": "1", "vp": "1"}
+    assert not scenario_of_row(Row(cells)).engine.fused
+    assert scenario_of_row(Row(cells | {"overlap_flags": "torch.compile"})).engine.fused
+
+
+@pytest.mark.parametrize(
+    ("cells", "dispatcher"),
+    [
+        ({}, "flex"),  # 16 ranks of ep on nodes of 8
+        ({"ep": "8"}, "alltoall"),
+        ({"overlap_flags": 'moe_token_dispatcher_type = "alltoall"'}, "alltoall"),
+        ({"hardware": "GB200"}, "alltoall"),
+    ],
+)
+def test_a_dispatcher_that_is_not_stated_saves_the_network(cells: dict[str, str], dispatcher: str) -> None:
+    assert scenario_of_row(Row(EXPERTS | cells)).dispatcher == dispatcher
+
+
+@pytest.mark.parametrize(("precision", "backend"), [("fp16", "unfused"), ("bf16/fp16", "unfused"), ("bf16", "auto")])
+def test_attention_of_the_years_of_fp16_is_not_fused(precision: str, backend: str) -> None:
+    assert scenario_of_row(Row(DENSE | {"precision": precision})).config.train.attention_backend == backend
+    stated = DENSE | {"precision": precision, "overlap_flags": "attn=flash"}
+    assert scenario_of_row(Row(stated)).config.train.attention_backend == "auto"
+
+
 def test_what_a_published_model_has_is_found_by_its_sizes() -> None:
     row = Row(EXPERTS)
     shape = scenario_of_row(row).shape
