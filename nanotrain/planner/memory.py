@@ -13,7 +13,7 @@ from typing import get_args
 from nanotrain.config.parallel import ShardingStrategy
 from nanotrain.parallel.pp.actions import ActionKind, PipelineShape, Schedule
 from nanotrain.parallel.pp.schedules import build_schedule
-from nanotrain.planner.layer_bytes import FP32, HOPPER, INT64, LayerBytes, StagePeak
+from nanotrain.planner.layer_bytes import FP32, INT64, LayerBytes, StagePeak
 from nanotrain.planner.scenario import Scenario
 from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.parameters import Declaration, declare_stage
@@ -219,11 +219,11 @@ def _peak(peaks: dict[int, StagePeak], schedule: Schedule, *, pp_index: int) -> 
 
 def _workspaces(scenario: Scenario) -> int:
     """Workspaces of matrix products: two of torch's, of forward and backward, and one of Transformer Engine."""
-    large = scenario.gpu.name.startswith(HOPPER) or scenario.config.train.deterministic_mode
-    own = 2 * (32 * MIB if large else 8_519_680)
-    if scenario.engine.name != "megatron" or "local layers" in scenario.features:
-        return own
-    return own + (4 if scenario.gpu.name.startswith("a") else 32) * MIB
+    is_old = scenario.gpu.name.startswith(("a", "v", "l"))
+    own = 2 * (8_519_680 if is_old and not scenario.config.train.deterministic_mode else 32 * MIB)
+    # measured: runs with experts have the second one even if their layers are Megatron-LM's own
+    is_local = "local layers" in scenario.features and scenario.shape.moe is None
+    return own + (4 if is_old else 32) * MIB * (scenario.engine.name == "megatron" and not is_local)
 
 
 def _overhead(scenario: Scenario, total: int) -> int:
