@@ -9,7 +9,7 @@ Bandwidths are per GPU and direction. Sizes are bytes, times are seconds.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class GPU:
     kernels: str  # GPU whose measured kernels shape the efficiencies
     collectives: str  # GPU whose measured collectives shape those inside a node
     is_mesh: bool  # GPUs of a node are linked pairwise, not by a switch
+    is_cpu: bool  # cores of a processor, which launch what they compute
 
     def peak(self, dtype: str) -> float:
         """Dense FLOP/s of a dtype.
@@ -84,6 +85,20 @@ def _gpu(name: str, **row: Any) -> GPU:
     reachable = {dtype: shares.get(dtype) or shares["bf16"] for dtype in peaks}
     del row["source"]
     return GPU(**row | {"name": name, "peak_flops": peaks, "reachable": reachable})
+
+
+@cache
+def slowed(gpu: GPU, *, compute: float = 1.0, network: float = 1.0) -> GPU:
+    """A GPU on which operators and collectives take so many times as long."""
+    if compute == network == 1.0:
+        return gpu
+    links = {
+        level: Link(link.bandwidth / network, link.latency * network)
+        for level in ("node", "rail", "spine")
+        for link in [getattr(gpu, level)]
+    }
+    peaks = {dtype: peak / compute for dtype, peak in gpu.peak_flops.items()}
+    return replace(gpu, peak_flops=peaks, memory_bandwidth=gpu.memory_bandwidth / compute, **links)
 
 
 def gpu_of(name: str) -> GPU:

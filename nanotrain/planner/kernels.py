@@ -37,6 +37,7 @@ BACKWARD_FLOPS, BACKWARD_EFFICIENCY, BACKWARD_HEADS = 2.5, 0.85, 3
 # Products of experts against plain ones of the same sizes: 1.2 to 1.3 with the best programs for B200 and GB200 in the
 # MoE layers of ai-dynamo/aiconfigurator 095f58a5, evenly routed, 128 tokens and more per expert.
 GROUPED_FACTOR = 1.2
+CPU_ATTENTION = 3.0e10  # FLOP/s of a core of the row cpu
 STREAMS = 4  # products of experts that run at a time, as in Transformer Engine
 
 
@@ -167,5 +168,9 @@ def interpolate(values: Sequence[float], axes: Sequence[Sequence[float]], *, poi
 def tables() -> dict[str, Any]:
     """The tables of measured kernels, with the logarithms of the grid."""
     content: dict[str, Any] = json.loads((DATA / "kernels.json").read_bytes())
+    sizes = {name: len(nodes) for name, nodes in content["grid"].items()}
+    flat = [0] * sizes["m"] * sizes["n"] ** 2  # products of any shape fill a core
+    content["matmul"]["cpu"] = {"bf16": {"values": flat}}
+    content["attention"]["cpu"] = {"64": {"values": flat, "flops_per_s": CPU_ATTENTION}}
     content["grid"] = {name: [log(size) for size in sizes] for name, sizes in content["grid"].items()}
     return content

@@ -208,7 +208,7 @@ class Layers:
         if train.attention_backend in ("unfused", "local"):
             forward, backward = self._math_attention(call)
         else:
-            dtype = self.dtype if self.dtype in ("bf16", "fp16") else "bf16"
+            dtype = self.dtype if self.dtype in ("bf16", "fp16") or self.gpu.is_cpu else "bf16"
             times = (attention_s(self.gpu, call, dtype=dtype, backward=each) for each in (False, True))
             forward, backward = (self.engine.attention_factor * seconds for seconds in times)
         part = Part("core_attn", forward * share, backward * share, launches=(1, 3, 0), group="cp")

@@ -19,7 +19,7 @@ from nanotrain.config.schedules import global_batch_size, num_microbatches
 from nanotrain.config.suggest import nearest_choice
 from nanotrain.errors import ConfigError
 from nanotrain.parallel.pp.actions import PipelineShape
-from nanotrain.planner.hardware import GPU, Link
+from nanotrain.planner.hardware import GPU, Link, slowed
 from nanotrain.spec.counts import num_active_parameters
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec, even_shares, stages_of_lengths
@@ -27,6 +27,11 @@ from nanotrain.topology.topology import Topology
 from nanotrain.train.plans.plan import Plan, check_names, plan_run, stage_specs
 
 DATA = Path(__file__).parent / "data"
+# A CPU computes what it launches, in operators that fuse nothing, and the transfers of gloo take its cores.
+ON_CPU: dict[str, Any] = {
+    "fused": False, "accumulation": "separate", "tp_overlap": "none", "contention": 1.0, "loss_bytes": (12.0, 8.0),
+    "overlaps_grads": False, "overlaps_params": False, "p2p_overlap": False, "collective_launch_s": 5.0e-5,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,14 @@ class Engine:
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """Times of a machine relative to those of its row, from measured runs (calibrate.py)."""
+
+    compute: float = 1.0  # of products, memory-bound operators and launches
+    network: float = 1.0  # of collectives
+
+
+@dataclass(frozen=True)
 class Scenario:
     """One configuration on one machine."""
 
@@ -79,6 +92,7 @@ class Scenario:
     cuda_graphs: bool = False  # the host launches a layer at once
     tp_overlap: str | None = None  # instead of the engine's
     ep_overlap: bool = False  # the dispatch of one microbatch overlaps with the products of another
+    calibration: Calibration = Calibration()  # of the machine
     features: frozenset[str] = frozenset()  # what decides bytes and is no setting of nanotrain, such as "fused loss"
 
     @cached_property
@@ -99,10 +113,9 @@ class Scenario:
 
     @cached_property
     def machine(self) -> GPU:
-        """The GPU, with the network of the engine's measurements where those had another."""
-        if self.engine.link is None:
-            return self.gpu
-        return _with_link(self.gpu, self.engine.link)
+        """The GPU as calibrated, with the network of the engine's measurements where those had another."""
+        gpu = _with_link(self.gpu, self.engine.link) if self.engine.link else self.gpu
+        return slowed(gpu, compute=self.calibration.compute, network=self.calibration.network)
 
     def ranks(self, name: str) -> Sequence[int]:
         """The group of the first rank along an axis, or along dp_cp, its shards or their replicas, also of experts."""
@@ -237,6 +250,7 @@ def scenario_of(
     train = replace(config.train, global_batch_size=global_batch_size(config.train, dp))
     options.setdefault("matmul_dtype", _matmul_dtype(config))
     engine = engine_of(engine) if isinstance(engine, str) else engine
+    engine = replace(engine, **ON_CPU) if gpu.is_cpu else engine
     scenario = Scenario(replace(config, train=train), world_size, gpu, engine, **options)
     assert scenario.pipeline.num_microbatches > 0, "forms the groups and the microbatches, or raises"
     return scenario

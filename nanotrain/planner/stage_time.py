@@ -72,6 +72,8 @@ class Stages:
 
     def seconds(self, streams: Streams) -> float:
         """Duration of an action: on the device, or of its launches on the host where these take longer."""
+        if self.scenario.gpu.is_cpu:
+            return streams.seconds + self.host_s(streams)
         return max(streams.seconds, self.host_s(streams))
 
     def host_s(self, streams: Streams) -> float:
@@ -80,6 +82,7 @@ class Stages:
         seconds = streams.launches * engine.launch_s + streams.collectives * engine.collective_launch_s
         if sizes["pp"] > 1 and self.scenario.world_size > self.scenario.machine.gpus_per_node:
             seconds += streams.collectives * sizes["tp"] ** STALL_GROWTH * engine.stall_s[0]
+        seconds *= self.scenario.calibration.compute
         return seconds * (GRAPH_LAUNCHES if self.scenario.cuda_graphs else 1.0)
 
     def units(self, spec: StageSpec) -> list[Unit]:
