@@ -1,0 +1,100 @@
+"""Step times that `nanotrain plan --gpu cpu` predicts beside measured ones: twelve layouts of the 10m and 25m shapes.
+
+    python benchmarks/plan_cpu.py --folder runs/plan_cpu --rounds 2    # 10 minutes on 2 cores
+    python benchmarks/plan_cpu.py --folder runs/plan_cpu --rounds 0    # predict again what was measured
+
+Every layout is a run as users start it, one core per rank; rounds interleave the layouts, and every other round is in
+reverse. A measured time is the median step of the quietest round: other programs on the machine only add to it. The
+prediction is calibrated on one layout, or on several, which are marked.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+
+from throughput import Job, nanotrain_command
+
+from nanotrain.errors import ConfigError
+from nanotrain.planner.calibrate import Measured, calibrate, calibrated, measured
+from nanotrain.planner.hardware import gpu_of
+from nanotrain.planner.step_time import predict_step
+
+STEPS = {"10m": 10, "25m": 6}
+STRATEGY = "--data-parallel-sharding-strategy="
+# name: shape, processes, dtype, samples per microbatch, flags; 4 samples per data-parallel rank and step
+LAYOUTS = {
+    "one process, microbatch 4": ("10m", 1, "fp32", 4, ()),
+    "one process, microbatch 1": ("10m", 1, "fp32", 1, ("--global-batch-size=4",)),
+    "recompute full": ("10m", 1, "fp32", 4, ("--recompute-granularity=full",)),
+    "bf16, microbatch 2": ("10m", 1, "bf16", 2, ("--global-batch-size=4",)),
+    "no_shard": ("10m", 2, "fp32", 4, (f"{STRATEGY}no_shard", "--overlap-grad-reduce")),
+    "optim_grads": ("10m", 2, "fp32", 4, (f"{STRATEGY}optim_grads", "--overlap-grad-reduce")),
+    "optim_grads_params": ("10m", 2, "fp32", 4, (f"{STRATEGY}optim_grads_params",)),
+    "tp 2": ("10m", 2, "fp32", 4, ("--tensor-model-parallel-size=2",)),
+    "pp 2, microbatch 1": ("10m", 2, "fp32", 1, ("--pipeline-model-parallel-size=2", "--global-batch-size=4")),
+    "cp 2": ("10m", 2, "fp32", 4, ("--context-parallel-size=2",)),
+    "25m, microbatch 2": ("25m", 1, "fp32", 2, ()),
+    "25m, optim, microbatch 2": ("25m", 2, "fp32", 2, (f"{STRATEGY}optim", "--overlap-grad-reduce")),
+}
+SKIPPED = 3  # steps of every run
+
+
+def train(name: str, folder: Path) -> None:
+    """Run one layout; one core per rank."""
+    model, processes, dtype, micro_batch, flags = LAYOUTS[name]
+    job = Job(model, dtype, warmup=SKIPPED, steps=STEPS[model])
+    arguments = nanotrain_command(*flags, micro_batch=micro_batch)(job, folder)[1:]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    environment = dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+    command = [sys.executable, *launcher, "-m", "nanotrain.train", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{name}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
+
+
+def quietest(root: Path, name: str) -> Measured | None:
+    """The run of a layout with the shortest median step; None without one."""
+    runs = []
+    for folder in root.glob(f"*/{[*LAYOUTS].index(name)}"):
+        with suppress(ConfigError):  # a round that was interrupted
+            runs.append(measured(folder, gpu=gpu_of("cpu")))
+    return min(runs, key=lambda run: run.step_s, default=None)
+
+
+def table(runs: dict[str, Measured], chosen: list[str]) -> str:
+    """Measured and predicted step times of all layouts."""
+    calibration = calibrate([runs[name] for name in chosen])
+    lines = ["| layout | measured s | predicted s | error |", "|---|---:|---:|---:|"]
+    errors = []
+    for name, run in runs.items():
+        predicted = predict_step(calibrated(run.scenario, calibration)).total
+        error = predicted / run.step_s - 1
+        errors += [] if name in chosen else [abs(error)]
+        mark = " (calibrated on)" if name in chosen else ""
+        lines.append(f"| {name}{mark} | {run.step_s:.3f} | {predicted:.3f} | {error:+.1%} |")
+    lines.append(f"\n{calibration}\nmedian error {median(errors):.1%}, largest {max(errors):.1%} of {len(errors)}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Train, predict, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--calibrate", choices=LAYOUTS, nargs="+", default=["no_shard"])
+    args = parser.parse_args()
+    before = len([*args.folder.glob("*")]) if args.folder.exists() else 0
+    for number in range(before, before + args.rounds):
+        for name in LAYOUTS if number % 2 == 0 else reversed(LAYOUTS):
+            train(name, args.folder / str(number) / str([*LAYOUTS].index(name)))
+            print(f"round {number}  {name}", file=sys.stderr, flush=True)
+    runs = {name: run for name in LAYOUTS if (run := quietest(args.folder, name))}
+    print(table(runs, args.calibrate))
+
+
+if __name__ == "__main__":
+    main()
