@@ -92,13 +92,11 @@ def slowed(gpu: GPU, *, compute: float = 1.0, network: float = 1.0) -> GPU:
     """A GPU on which operators and collectives take so many times as long."""
     if compute == network == 1.0:
         return gpu
-    links = {
-        level: Link(link.bandwidth / network, link.latency * network)
-        for level in ("node", "rail", "spine")
-        for link in [getattr(gpu, level)]
-    }
-    peaks = {dtype: peak / compute for dtype, peak in gpu.peak_flops.items()}
-    return replace(gpu, peak_flops=peaks, memory_bandwidth=gpu.memory_bandwidth / compute, **links)
+    node, rail, spine = (
+        Link(link.bandwidth / network, link.latency * network) for link in (gpu.node, gpu.rail, gpu.spine)
+    )
+    peaks, bandwidth = {dtype: peak / compute for dtype, peak in gpu.peak_flops.items()}, gpu.memory_bandwidth / compute
+    return replace(gpu, peak_flops=peaks, memory_bandwidth=bandwidth, node=node, rail=rail, spine=spine)
 
 
 def gpu_of(name: str) -> GPU:
