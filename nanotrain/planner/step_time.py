@@ -294,8 +294,9 @@ def simulated(shape: PipelineShape) -> list[int]:
     >>> simulated(PipelineShape(4, 1, 10)), simulated(PipelineShape(4, 1, 1023))
     ([10], [8, 12])
     """
-    ranks = shape.num_ranks
-    return [shape.num_microbatches] if shape.num_microbatches <= 4 * ranks else [2 * ranks, 3 * ranks]
+    ranks, number = shape.num_ranks, shape.num_microbatches
+    has_longer_rounds = shape.num_stages_per_rank > 1 and number % ranks > 0
+    return [number] if number <= 4 * ranks or has_longer_rounds else [2 * ranks, 3 * ranks]
 
 
 @lru_cache(maxsize=256)

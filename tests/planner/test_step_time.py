@@ -128,12 +128,13 @@ def test_instances_sum_their_gradient_shards_once_per_step(strategy: str) -> Non
     assert (reductions[0] == 0) == (strategy == "optim_grads_params")
 
 
+@pytest.mark.parametrize("number", [99, 100])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_few_microbatches_extend_to_many_of_unequal_stages(name: str) -> None:
+def test_few_microbatches_extend_to_many_of_unequal_stages(name: str, number: int) -> None:
     v = 2 if name == "interleaved" else 1
-    clock = equal_stages(StepClock(llama(4, pp=4, v=v, gbs=99, pipeline_schedule=name)))
+    clock = equal_stages(StepClock(llama(4, pp=4, v=v, gbs=number, pipeline_schedule=name)))
     clock.durations = {key: seconds * (1 + 0.1 * (key[0] % 3)) for key, seconds in clock.durations.items()}
-    first, second = simulated(clock.shape)
-    short, longer = (clock.run(replace(clock.shape, num_microbatches=number)).duration for number in (first, second))
-    extended = short + (99 - first) * (longer - short) / (second - first)
-    assert extended == pytest.approx(clock.run(clock.shape).duration, rel=0.02)
+    lengths = simulated(clock.shape)
+    runs = [clock.run(replace(clock.shape, num_microbatches=length)).duration for length in lengths]
+    more = (number - lengths[0]) * (runs[-1] - runs[0]) / max(1, lengths[-1] - lengths[0])
+    assert runs[0] + more == pytest.approx(clock.run(clock.shape).duration, rel=0.02)
