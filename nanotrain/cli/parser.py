@@ -123,6 +123,7 @@ TYPES: dict[str, Callable[[str], Any]] = {
     # the groups of so many ranks are listed within two seconds
     "world_size": number(int, "whole number of at least 1 and at most 200,000", low=1, high=200_000),
     "processes": number(int, "whole number of at least 1 and at most 256", low=1, high=256),  # on this machine
+    "tokens": number(float, "number of at least 1", low=1.0, high=1e18),
     "positive": number(float, "number above 0", low=sys.float_info.min, high=sys.float_info.max),
     "not_negative": number(float, "number of at least 0", low=0.0, high=sys.float_info.max),
     "probability": number(float, "probability: it is above 0 and at most 1", low=sys.float_info.min, high=1.0),

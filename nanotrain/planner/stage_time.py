@@ -110,7 +110,7 @@ class Stages:
         if key not in self._units:
             if isinstance(name, int):
                 parts = layers.multi_token(name) if name >= shape.num_layers else layers.block(name)
-                specs = block(self._declaration, name)
+                specs = block(self._declaration, has_experts=self._declaration.shape.has_experts(name))
             else:
                 parts = layers.embedding() if name == "embedding" else layers.head()
                 stage = StageSpec(0 if name == "embedding" else 1, 0, 0, name == "embedding", name == "head")

@@ -92,7 +92,8 @@ def declare_stage(declare: Declaration, stage: StageSpec) -> Specs:
     units: dict[str, Specs] = {}
     if stage.has_embedding or (stage.has_head and shape.has_embedding_at_end):
         units["embedding"] = embedding(declare, has_positions=stage.has_embedding)
-    units |= {f"layers.{layer}": block(declare, layer) for layer in stage.layers}
+    blocks = {kind: block(declare, has_experts=kind) for kind in {*map(shape.has_experts, stage.layers)}}
+    units |= {f"layers.{layer}": blocks[shape.has_experts(layer)] for layer in stage.layers}
     if stage.has_head:
         units["final_norm"] = norm(declare, shape.hidden_size)
     if stage.has_head and not shape.is_tied:
@@ -124,8 +125,8 @@ def embedding(declare: Declaration, *, has_positions: bool) -> Specs:
     return _grouped("embedding", specs)
 
 
-def block(declare: Declaration, layer: int) -> Specs:
-    """One transformer block, by its index in the model."""
+def block(declare: Declaration, *, has_experts: bool) -> Specs:
+    """One transformer block, with a dense MLP or with experts."""
     shape = declare.shape
     before, after = (
         (norm(declare, shape.hidden_size) if has else ()) for has in (shape.has_pre_norm, shape.has_post_norm)
@@ -135,7 +136,7 @@ def block(declare: Declaration, layer: int) -> Specs:
         *_nest("attention", _grouped("attention", attention(declare) if shape.mla is None else mla(declare))),
         *_nest("attention_post_norm", after),
         *_nest("mlp_norm", before),
-        *_nest("mlp", _grouped("mlp", moe(declare) if shape.has_experts(layer) else mlp(declare, shape.ffn_size))),
+        *_nest("mlp", _grouped("mlp", moe(declare) if has_experts else mlp(declare, shape.ffn_size))),
         *_nest("mlp_post_norm", after),
     )
 
@@ -150,7 +151,7 @@ def mtp_layer(declare: Declaration, layer: int) -> Specs:
         *_nest("enorm", norm(declare, size)),
         *_nest("hnorm", norm(declare, size)),
         *_nest("eh_proj", _grouped("mtp", declare.replicated_linear(size, 2 * size))),
-        *_nest("block", block(declare, layer)),
+        *_nest("block", block(declare, has_experts=declare.shape.has_experts(layer))),
         *_nest("final_norm", norm(declare, size)),
     )
 

@@ -8,6 +8,7 @@ bytes that a step sends from a plan.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 
 from nanotrain.attention.backends import backend_flags
@@ -226,7 +227,7 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         stages=tuple(_plan_stages(config, shape, groups=groups, coords=topology.coords(rank))),
         sampler=sampler,
         train_schedule=plan_train_schedule(config, groups, num_microbatches=sampler.num_microbatches),
-        valid_schedule=plan_rank(forward_only(pipeline), groups["pp"].index),
+        valid_schedule=_rank_plan(None, pipeline, rank=groups["pp"].index),
         num_averaged_ranks=groups["dp_cp"].size if config.parallel.ddp_average_in_collective else 1,
     )
 
@@ -239,7 +240,13 @@ def pipeline_shape(config: Config, groups: Mapping[GroupName, GroupSpec], *, num
 def plan_train_schedule(config: Config, groups: Mapping[GroupName, GroupSpec], *, num_microbatches: int) -> RankPlan:
     """The actions and transfers of this rank in a training step of `num_microbatches`."""
     pipeline = pipeline_shape(config, groups, num_microbatches=num_microbatches)
-    return plan_rank(build_schedule(config.parallel.pipeline_schedule, pipeline), groups["pp"].index)
+    return _rank_plan(config.parallel.pipeline_schedule, pipeline, rank=groups["pp"].index)
+
+
+@lru_cache(maxsize=32)  # thousands of layouts of a search have few pipelines
+def _rank_plan(schedule: str | None, pipeline: PipelineShape, *, rank: int) -> RankPlan:
+    """The actions and transfers of a rank; of forwards only without a schedule."""
+    return plan_rank(build_schedule(schedule, pipeline) if schedule else forward_only(pipeline), rank)
 
 
 def check_names(config: Config) -> None:

@@ -1,0 +1,347 @@
+"""`search`: the layouts of a model on a number of GPUs that fit into memory, the fastest first.
+
+    sizes --rules of configurations, a lower bound of memory--> scenarios --predict_step--> ordered by time
+          --estimate_memory, the fastest first--> Search
+
+Settings that the caller fixes are not varied. Of the ways to save memory every layout gets, for each amount of
+recomputation, the sharding strategy with the least communication that may fit.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import lcm
+from typing import Any, NamedTuple
+
+from nanotrain.config.config import Config
+from nanotrain.config.rules.check import check_layout
+from nanotrain.config.schedules import global_batch_size
+from nanotrain.config.schema import ENTRIES, KEYS, value_of, with_values
+from nanotrain.errors import ConfigError, NanotrainError
+from nanotrain.planner.bound import STRATEGIES, Bound
+from nanotrain.planner.hardware import GPU
+from nanotrain.planner.memory import memory_of_rank
+from nanotrain.planner.prediction import Prediction, predict
+from nanotrain.planner.scenario import Scenario, scenario_of
+from nanotrain.planner.step_time import StepTime, predict_step
+from nanotrain.train.plans.plan import plan_run
+
+Values = Mapping[str, Any]  # settings by unique name
+
+MAX_TOKENS = 65_536  # of a microbatch
+MIN_SLICE = 1024  # tokens of a sequence per context-parallel rank
+FIRST_SLICE = 4096  # the same, of the layouts that the search begins with
+SHARDED = STRATEGIES[1:]  # those that are tried, by rising communication
+# recomputation, by rising time
+RECOMPUTED: tuple[Values, ...] = (
+    {"recompute_granularity": None, "recompute_modules": []},
+    {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    {"recompute_granularity": "full", "recompute_modules": []},
+)
+# the order of stages on ranks, by rising number of transfers
+SCHEDULES: tuple[Values, ...] = (
+    {"pipeline_schedule": "1f1b", "num_virtual_stages_per_pipeline_rank": 1},
+    {"pipeline_schedule": "zb-h1", "num_virtual_stages_per_pipeline_rank": 1},
+    *({"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": n} for n in (2, 4, 8)),
+)
+SHARD_RANKS = (8, 64, 512)  # of an optimizer instance, where state is sharded inside instances only
+NUM_IMPROVED, NUM_ROUNDS = 16, 4  # layouts of which every single change is tried, and how often
+NUM_BEST = 5  # layouts of the result
+NUM_CHECKED = 300  # layouts whose exact memory is computed, at most
+FRONTIER_STEP = 0.8  # of the memory, from one layout of the frontier to the next
+# settings of a former layout that the search does not vary
+RESET: Values = {
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "pipeline_model_parallel_layout": None,
+    "num_distributed_optimizer_instances": 1,
+    "cpu_offloading": False,
+    "cpu_offloading_num_layers": 0,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+}
+
+
+# settings of a layout
+NAMES = (
+    *("tensor_model_parallel_size", "sequence_parallel", "context_parallel_size", "pipeline_model_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "micro_batch_size", "cp_comm_type"),
+    *("data_parallel_sharding_strategy", *RECOMPUTED[0], *SCHEDULES[0], *RESET),
+)
+
+
+class Candidate(NamedTuple):
+    """A layout that may fit."""
+
+    values: Values  # settings of the layout
+    scenario: Scenario
+    time: StepTime
+    least_bytes: int  # lower bound of the memory
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout that fits."""
+
+    values: Values  # settings of the layout
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Search:
+    """The result of a search."""
+
+    best: tuple[Found, ...]  # the fastest first
+    frontier: tuple[Found, ...]  # those that no other layout beats in both time and memory, the fastest first
+    num_formed: int  # layouts that the rules allow
+    num_timed: int  # of these, those that the lower bound of memory lets fit
+
+
+def search(
+    config: Config,
+    world_size: int,
+    *,
+    gpu: GPU,
+    engine: str = "nanotrain",
+    fixed: frozenset[str] = frozenset(),
+    max_tensor_parallel_size: int | None = None,
+) -> Search:
+    """Search the layouts of a configuration for a global batch size.
+
+    Args:
+        config: a validated configuration with the vocabulary size set.
+        world_size: GPUs of the run.
+        gpu: GPU of every rank.
+        engine: training program.
+        fixed: keys of settings that stay as they are ("parallel.tensor_model_parallel_size").
+        max_tensor_parallel_size: largest size of tensor parallelism; None: the GPUs of a node.
+
+    Raises:
+        ConfigError: no layout can be formed, or none fits.
+    """
+    kept = frozenset(KEYS[key].name for key in fixed if key in KEYS)
+    max_tp = max_tensor_parallel_size or gpu.gpus_per_node
+    space = Space(config, world_size, gpu=gpu, engine=engine, kept=kept, max_tp=max_tp)
+    candidates = list(space.candidates())
+    if not space.num_formed:
+        raise ConfigError(
+            f"no layout of {world_size:,} GPUs can be formed",
+            why=f"a global batch of {space.batch_size:,} samples and the fixed settings leave none",
+            fix="change the number of GPUs or --global-batch-size, or fix fewer settings",
+        )
+    candidates = space.improved(candidates)
+    best: list[Found] = []
+    for candidate in candidates[:NUM_CHECKED]:
+        best += _checked(candidate)
+        if len(best) == NUM_BEST:
+            break
+    if not best:
+        least = min((each.least_bytes for each in candidates), default=space.least_bytes)
+        raise ConfigError(
+            f"no layout fits on {world_size:,} GPUs of {gpu.memory_bytes / 1e9:.0f} GB",
+            why=f"each of {space.num_formed:,} layouts needs at least {max(least, space.least_bytes) / 1e9:.1f} GB",
+            fix="add GPUs, choose GPUs with more memory, or shorten --seq-length",
+        )
+    frontier = [found for candidate in _frontier(candidates) for found in _checked(candidate)]
+    return Search(tuple(best), tuple(_fewer_bytes([best[0], *frontier])), space.num_formed, len(candidates))
+
+
+def next_change(prediction: Prediction) -> Found | None:
+    """The single change of a layout that makes the step the shortest and fits; None if none is faster."""
+    scenario = prediction.scenario
+    space = Space(
+        scenario.config,
+        scenario.world_size,
+        gpu=scenario.gpu,
+        engine=scenario.engine.name,
+        kept=frozenset(),
+        max_tp=scenario.gpu.gpus_per_node,
+    )
+    longest = prediction.time.total if prediction.memory.fits else float("inf")
+    values = {name: value_of(scenario.config, ENTRIES[name].key) for name in NAMES}
+    for candidate in sorted(space.changes(values), key=lambda candidate: candidate.time.total):
+        if candidate.time.total >= longest:
+            break
+        if found := _checked(candidate):
+            return found[0]
+    return None
+
+
+def _checked(candidate: Candidate) -> list[Found]:
+    """The layout, if its exact memory fits."""
+    if not memory_of_rank(candidate.scenario, 0).fits:
+        return []
+    prediction = predict(candidate.scenario)
+    return [Found(candidate.values, prediction)] if prediction.memory.fits else []
+
+
+def _frontier(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+    """Of candidates by rising time those with a lower bound of memory clearly below that of all before."""
+    least: float = float("inf")
+    for candidate in candidates:
+        if candidate.least_bytes < FRONTIER_STEP * least:
+            least = candidate.least_bytes
+            yield candidate
+
+
+def _fewer_bytes(found: Iterable[Found]) -> Iterator[Found]:
+    least: float = float("inf")
+    for each in sorted(found, key=lambda each: each.prediction.time.total):
+        if each.prediction.memory.total < least:
+            least = each.prediction.memory.total
+            yield each
+
+
+class Space:
+    """The layouts of a configuration.
+
+    Args:
+        config: a validated configuration.
+        world_size: GPUs of the run.
+        gpu: GPU of every rank.
+        engine: training program.
+        kept: unique names of settings that stay as they are.
+        max_tp: largest size of tensor parallelism.
+    """
+
+    def __init__(
+        self, config: Config, world_size: int, *, gpu: GPU, engine: str, kept: frozenset[str], max_tp: int
+    ) -> None:
+        self.config, self.world_size, self.gpu, self.engine = config, world_size, gpu, engine
+        self.kept, self.max_tp = kept, max_tp
+        dp = config.parallel.data_parallel_size(world_size) if config.train.global_batch_size is None else 1
+        self.batch_size = global_batch_size(config.train, dp)
+        self.num_formed, self.least_bytes = 0, 0
+        self._bounds = lru_cache(maxsize=None)(self._bound)
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Layouts of all sizes of tp, pp and ep; for each amount of recomputation the first strategy that may fit."""
+        for sizes in self._sizes():
+            for recompute in RECOMPUTED[::2]:
+                for strategy in SHARDED:
+                    further = {**RESET, **SCHEDULES[0], **recompute, "data_parallel_sharding_strategy": strategy}
+                    if (candidate := self.candidate({**sizes, **further})) is not None:
+                        yield candidate
+                        break
+
+    def improved(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """All candidates and single changes of the fastest, round by round; the fastest first."""
+        known = {str(each.scenario.config): each for each in candidates}
+        tried: set[str] = set()
+        for _ in range(NUM_ROUNDS):
+            # other schedules shrink the bubble
+            promising = sorted(known, key=lambda key: known[key].time.total - known[key].time.bubble / 2)
+            fresh = [key for key in promising[:NUM_IMPROVED] if key not in tried]
+            tried.update(fresh)
+            changed = [new for key in fresh for new in self.changes(known[key].values)]
+            known |= {str(new.scenario.config): new for new in changed}
+        return sorted(known.values(), key=lambda candidate: candidate.time.total)
+
+    def changes(self, values: Values) -> Iterator[Candidate]:
+        """Every single change of a layout that may fit."""
+        for change in self._single_changes(values):
+            new = {**values, **change}
+            new["sequence_parallel"] = new["tensor_model_parallel_size"] > 1
+            if new != values and self._is_allowed(change) and (candidate := self.candidate(new)) is not None:
+                yield candidate
+
+    def _single_changes(self, values: Values) -> Iterator[Values]:
+        """Other settings where they have an effect; sizes twice or half as large."""
+        yield from RECOMPUTED
+        yield from ({"data_parallel_sharding_strategy": strategy} for strategy in SHARDED)
+        for name in ("tensor_model_parallel_size", "context_parallel_size", "micro_batch_size"):
+            yield from ({name: size} for size in (2 * values[name], values[name] // 2) if size)
+        num_ranks = self.world_size // (values["tensor_model_parallel_size"] * values["pipeline_model_parallel_size"])
+        yield from ({"num_distributed_optimizer_instances": max(1, num_ranks // size)} for size in SHARD_RANKS)
+        if values["pipeline_model_parallel_size"] > 1:
+            yield from SCHEDULES
+        if values["context_parallel_size"] > 1:
+            yield from ({"cp_comm_type": kind} for kind in ("p2p", "a2a"))
+        if self.config.model.moe:
+            yield from ({"expert_tensor_parallel_size": n} for n in (1, values["tensor_model_parallel_size"]))
+
+    def candidate(self, values: Values) -> Candidate | None:
+        """A layout with its time; None if rules forbid it or it cannot fit."""
+        values = {name: self._current(name) if name in self.kept else value for name, value in values.items()}
+        try:
+            config = with_values(self.config, _by_key(values))
+            check_layout(config)
+            scenario = scenario_of(config, self.world_size, gpu=self.gpu, engine=self.engine)
+        except NanotrainError:
+            return None
+        self.num_formed += 1
+        least = self._bounds(**{axis: scenario.sizes[axis] for axis in ("tp", "cp", "ep", "etp")}).of(scenario)
+        self.least_bytes = min(self.least_bytes or least, least)
+        if least > self.gpu.memory_bytes:
+            return None
+        return Candidate(values, scenario, predict_step(scenario), least)
+
+    def _is_allowed(self, change: Values) -> bool:
+        """Whether a change keeps what the caller has fixed, and the bounds of the sizes."""
+        size, cp = change.get("tensor_model_parallel_size", 1), change.get("context_parallel_size", 1)
+        return self.kept.isdisjoint(change) and size <= self.max_tp and self.config.data.seq_length >= cp * MIN_SLICE
+
+    def _sizes(self) -> Iterator[Values]:
+        """Sizes of tp, pp, ep and the micro-batch that divide the GPUs and the global batch."""
+        model, seq_length = self.config.model, self.config.data.seq_length
+        num_experts = model.moe.num_experts if model.moe else 1
+        tp_sizes = self._choices("tensor_model_parallel_size", _powers(min(self.max_tp, model.num_attention_heads)))
+        cp_sizes = self._choices("context_parallel_size", _powers(seq_length // FIRST_SLICE))
+        pp_sizes = self._choices("pipeline_model_parallel_size", range(1, model.num_layers + 1))
+        ep_sizes = self._choices("expert_model_parallel_size", _powers(num_experts))
+        micro_batches = self._choices("micro_batch_size", _powers(MAX_TOKENS // seq_length))
+        for tp, cp, pp, ep, micro_batch in product(tp_sizes, cp_sizes, pp_sizes, ep_sizes, micro_batches):
+            num_ranks = self.world_size // (tp * cp * pp)  # of data parallelism
+            is_whole = self.world_size % (tp * cp * pp) == 0 and num_experts % ep == 0
+            if is_whole and self.batch_size % (num_ranks * micro_batch) == 0:
+                yield {
+                    "tensor_model_parallel_size": tp,
+                    "sequence_parallel": tp > 1,
+                    "context_parallel_size": cp,
+                    "pipeline_model_parallel_size": pp,
+                    "expert_model_parallel_size": ep,
+                    "expert_tensor_parallel_size": 1 if model.moe else None,
+                    "micro_batch_size": micro_batch,
+                }
+
+    def _choices(self, name: str, choices: Iterable[int | None]) -> list[Any]:
+        """The sizes of an axis, or only that of the configuration if it is fixed."""
+        return [self._current(name)] if name in self.kept else list(choices)
+
+    def _current(self, name: str) -> Any:
+        return value_of(self.config, ENTRIES[name].key)
+
+    def _bound(self, *, tp: int, cp: int, ep: int, etp: int) -> Bound:
+        world_size = lcm(tp * cp, ep * etp)
+        values = {
+            **RESET,
+            **SCHEDULES[0],
+            "tensor_model_parallel_size": tp,
+            "sequence_parallel": tp > 1,
+            "context_parallel_size": cp,
+            "pipeline_model_parallel_size": 1,
+            "expert_model_parallel_size": ep,
+            "expert_tensor_parallel_size": etp if self.config.model.moe else None,
+            "data_parallel_sharding_strategy": "optim",
+            "micro_batch_size": 1,
+            "global_batch_size": world_size // (tp * cp),
+            "rampup_batch_size": [],
+            "step_batch_size_schedule": [],
+            **RECOMPUTED[0],
+        }
+        config = with_values(self.config, _by_key(values))
+        return Bound(plan_run(config, world_size, rank=0))
+
+
+def _by_key(values: Values) -> dict[str, Any]:
+    return {ENTRIES[name].key: value for name, value in values.items()}
+
+
+def _powers(limit: int) -> list[int]:
+    """Powers of two up to a limit.
+
+    >>> _powers(9)
+    [1, 2, 4, 8]
+    """
+    return [1 << power for power in range(max(1, limit).bit_length())]

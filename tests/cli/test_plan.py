@@ -1,0 +1,43 @@
+"""The command line of `nanotrain plan`: one screen, JSON, a picture, a search; and what it refuses."""
+
+import json
+
+import pytest
+
+from nanotrain.cli.main import main
+
+RUN = ["+config=llama1b", "--mock-data", "--world-size", "8"]
+
+
+def test_one_screen_a_picture_and_json(capsys, tmp_path):
+    picture = tmp_path / "step.png"
+    assert main(["plan", *RUN, "--train-tokens", "1e11", "--png", str(picture)]) == 0
+    text = capsys.readouterr().out
+    for part in ("8 GPUs h100, engine nanotrain", "memory", "tokens/s per GPU", "GPU-hours", "bound by", "next change"):
+        assert part in text
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert main(["plan", *RUN, "--json", "--engine", "megatron"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["engine"] == "megatron" and values["fits"] and values["step_s"]["total"] > 0
+
+
+def test_a_search_prints_the_command_line_of_the_fastest(capsys):
+    assert main(["plan", *RUN, "--search", "--global-batch-size", "32"]) == 0
+    *_, command = capsys.readouterr().out.strip().splitlines()
+    assert command.startswith("nanotrain train +config=llama1b --mock-data --global-batch-size 32")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([*RUN, "--gpu", "h1000"], "unknown GPU h1000"),
+        ([*RUN, "--engine", "megatorn"], "megatron"),
+        ([*RUN, "--tensor-model-parallel-size", "3"], "tp=3"),
+        ([*RUN, "--expert-model-parallel-size", "2"], "expert"),
+        (RUN[:2], "give --world-size N"),
+        (["--rows", "a.tsv", "--output", "b.tsv", "+config=tiny"], "leave out +config=tiny"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_message(flags, message, capsys):
+    assert main(["plan", *flags]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,31 @@
+"""What `nanotrain plan` prints, draws and refuses."""
+
+import pytest
+
+from nanotrain.config.load import load
+from nanotrain.planner.hardware import gpu_of
+from nanotrain.planner.prediction import predict
+from nanotrain.planner.scenario import scenario_of
+from nanotrain.planner.screen import Training, flags_of, parts_of
+
+RUN = ["+config=llama1b", "--mock-data", "--world-size", "8"]
+
+
+def test_the_parts_of_a_step_add_up_to_it():
+    config = load(["+config=llama1b", "--mock-data", "--pipeline-model-parallel-size", "2"]).config
+    time = predict(scenario_of(config, 8, gpu=gpu_of("a100"))).time
+    assert sum(parts_of(time).values()) == pytest.approx(time.total)
+    assert time.low < time.total < time.high
+
+
+def test_a_training_has_as_many_gpu_hours_as_its_days_and_gpus():
+    prediction = predict(scenario_of(load(RUN[:2]).config, 8, gpu=gpu_of("h100")))
+    training = Training.of(prediction, 1e12)
+    assert training.gpu_hours == pytest.approx(training.days * 24 * 8)
+    assert training.days * 86_400 * 8 * prediction.time.tokens_per_s_per_gpu == pytest.approx(1e12)
+
+
+def test_only_settings_that_differ_are_flags():
+    config = load(RUN[:2]).config
+    values = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 1}
+    assert flags_of(values, config) == "--tensor-model-parallel-size 2 --sequence-parallel"

@@ -1,0 +1,61 @@
+"""The layouts of a search: they fit, keep what is fixed, and none by hand is faster."""
+
+import pytest
+
+from nanotrain.config.load import load
+from nanotrain.errors import ConfigError
+from nanotrain.planner.hardware import gpu_of
+from nanotrain.planner.prediction import predict
+from nanotrain.planner.scenario import scenario_of
+from nanotrain.planner.screen import flags_of
+from nanotrain.planner.search import next_change, search
+
+SMALL = ["+config=llama1b", "--mock-data", "--global-batch-size", "32"]
+
+
+def test_the_fastest_comes_first_fits_and_can_be_run_by_its_settings():
+    config, gpu = load(SMALL).config, gpu_of("h100")
+    result = search(config, 8, gpu=gpu)
+    times = [found.prediction.time.total for found in result.best]
+    assert times == sorted(times) and all(found.prediction.memory.fits for found in result.best)
+    chosen = load([*SMALL, *flags_of(result.best[0].values, config).split()]).config
+    assert predict(scenario_of(chosen, 8, gpu=gpu)).time.total == times[0]
+    bytes_of = [found.prediction.memory.total for found in result.frontier]
+    assert bytes_of == sorted(bytes_of, reverse=True) and len(set(bytes_of)) == len(bytes_of)
+
+
+def test_no_layout_of_the_search_is_slower_than_one_by_hand():
+    gpu = gpu_of("h100")
+    best = search(load(SMALL).config, 8, gpu=gpu).best[0].prediction.time.total
+    for flags in (["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"], []):
+        by_hand = predict(scenario_of(load([*SMALL, *flags]).config, 8, gpu=gpu))
+        assert not by_hand.memory.fits or best <= by_hand.time.total * 1.001
+
+
+def test_settings_of_the_command_line_stay():
+    loaded = load([*SMALL, "--tensor-model-parallel-size", "4", "--sequence-parallel"])
+    result = search(loaded.config, 8, gpu=gpu_of("h100"), fixed=loaded.explicit)
+    assert {found.prediction.scenario.sizes["tp"] for found in result.best} == {4}
+    result = search(load(SMALL).config, 8, gpu=gpu_of("h100"), max_tensor_parallel_size=1)
+    assert {found.prediction.scenario.sizes["tp"] for found in result.best} == {1}
+
+
+def test_a_model_that_fits_nowhere_is_an_error_with_the_least_bytes():
+    config = load(["+config=llama70b", "--mock-data", "--global-batch-size", "8"]).config
+    with pytest.raises(ConfigError, match="no layout fits on 2 GPUs of 85 GB"):
+        search(config, 2, gpu=gpu_of("h100"))
+
+
+def test_a_batch_that_no_layout_can_share_is_an_error():
+    config = load([*SMALL[:2], "--global-batch-size", "2"]).config
+    fixed = frozenset(f"parallel.{axis}_parallel_size" for axis in ("tensor_model", "context", "pipeline_model"))
+    with pytest.raises(ConfigError, match="no layout of 8 GPUs can be formed"):
+        search(config, 8, gpu=gpu_of("h100"), fixed=fixed)
+
+
+def test_the_next_change_is_a_faster_layout_that_fits():
+    config = load([*SMALL, "--recompute-granularity", "full"]).config
+    prediction = predict(scenario_of(config, 8, gpu=gpu_of("h100")))
+    change = next_change(prediction)
+    assert change is not None and change.prediction.memory.fits
+    assert change.prediction.time.total < prediction.time.total
