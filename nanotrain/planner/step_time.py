@@ -4,7 +4,7 @@ Every pipeline rank runs its actions of the real schedule, each when its input i
 of gradients, which begin during the last backward, and the gathers of parameters.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -159,9 +159,7 @@ class StepClock:
         run, number = runs[0], self.shape.num_microbatches
         ends = [self.data_parallel(run, rank) for rank in range(self.shape.num_ranks)]
         slowest = max(range(self.shape.num_ranks), key=lambda rank: run.finish[rank] + ends[rank].exposed)
-        total = run.finish[slowest] + ends[slowest].exposed
-        if len(runs) > 1:
-            total += (number - lengths[0]) * (runs[1].duration - run.duration) / (lengths[1] - lengths[0])
+        total = run.finish[slowest] + ends[slowest].exposed + (number - lengths[0]) * self.per_microbatch(runs)
         compute, host, exposed = self._spent(run, slowest)
         exposed["pp"] = run.waits[slowest] * number / lengths[0]
         exposed["dp"] = exposed.get("dp", 0.0) + ends[slowest].exposed
@@ -176,6 +174,16 @@ class StepClock:
             data=number * self.data_s,
             host=host,
         )
+
+    def per_microbatch(self, runs: Sequence[Run]) -> float:
+        """Seconds of a microbatch more: those between two runs, and at least those of the busiest rank."""
+        if len(runs) == 1:
+            return 0.0
+        kinds = {step.action.kind for step in runs[0].order.steps}
+        seconds = self.durations
+        actions = (sum(seconds[spec.index, kind] for spec in specs for kind in kinds) for specs in self.scenario.stages)
+        busy = (each + waits / 2 / self.shape.num_ranks for each, waits in zip(actions, runs[0].waits, strict=True))
+        return max((runs[1].duration - runs[0].duration) / self.shape.num_ranks, *busy)
 
     def _spent(self, run: Run, rank: int) -> tuple[float, float, dict[str, float]]:
         """Seconds of a rank in operators, in waiting for the host, and in exposed communication by group."""

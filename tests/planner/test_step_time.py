@@ -30,9 +30,7 @@ def test_equal_stages_wait_as_long_as_the_closed_form_says(p: int, m: int) -> No
     clock = equal_stages(StepClock(llama(p, pp=p, gbs=m)))
     lengths = simulated(clock.shape)
     runs = [clock.run(replace(clock.shape, num_microbatches=length)) for length in lengths]
-    duration = runs[0].duration
-    if len(runs) > 1:
-        duration += (m - lengths[0]) * (runs[1].duration - duration) / (lengths[1] - lengths[0])
+    duration = runs[0].duration + (m - lengths[0]) * clock.per_microbatch(runs)
     assert duration == pytest.approx(3 * (m + p - 1))
 
 
@@ -135,6 +133,6 @@ def test_few_microbatches_extend_to_many_of_unequal_stages(name: str, number: in
     clock = equal_stages(StepClock(llama(4, pp=4, v=v, gbs=number, pipeline_schedule=name)))
     clock.durations = {key: seconds * (1 + 0.1 * (key[0] % 3)) for key, seconds in clock.durations.items()}
     lengths = simulated(clock.shape)
-    runs = [clock.run(replace(clock.shape, num_microbatches=length)).duration for length in lengths]
-    more = (number - lengths[0]) * (runs[-1] - runs[0]) / max(1, lengths[-1] - lengths[0])
-    assert runs[0] + more == pytest.approx(clock.run(clock.shape).duration, rel=0.02)
+    runs = [clock.run(replace(clock.shape, num_microbatches=length)) for length in lengths]
+    extended = runs[0].duration + (number - lengths[0]) * clock.per_microbatch(runs)
+    assert extended == pytest.approx(clock.run(clock.shape).duration, rel=0.02)
