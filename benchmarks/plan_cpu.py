@@ -5,25 +5,26 @@
 
 Every layout is a run as users start it, one core per rank; rounds interleave the layouts, and every other round is in
 reverse. A measured time is the median step of the quietest round: other programs on the machine only add to it. The
-prediction is calibrated on one layout, or on several, which are marked.
+prediction is calibrated on one layout, or on several, which are marked. `--clock cpu` compares the CPU time of a rank,
+which waiting for other ranks and programs is not part of.
 """
 
 import argparse
+import json
 import os
-import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
-from throughput import Job, nanotrain_command
+from throughput import Job, finished, nanotrain_command
 
-from nanotrain.errors import ConfigError
-from nanotrain.planner.calibrate import Measured, calibrate, calibrated, measured
+from nanotrain.config.load import load
+from nanotrain.planner.calibrate import Measured, calibrate, calibrated
 from nanotrain.planner.hardware import gpu_of
+from nanotrain.planner.scenario import scenario_of
 from nanotrain.planner.step_time import predict_step
 
-STEPS = {"10m": 10, "25m": 6}
+STEPS = {"10m": 5, "25m": 3}
 STRATEGY = "--data-parallel-sharding-strategy="
 # name: shape, processes, dtype, samples per microbatch, flags; 4 samples per data-parallel rank and step
 LAYOUTS = {
@@ -40,29 +41,35 @@ LAYOUTS = {
     "25m, microbatch 2": ("25m", 1, "fp32", 2, ()),
     "25m, optim, microbatch 2": ("25m", 2, "fp32", 2, (f"{STRATEGY}optim", "--overlap-grad-reduce")),
 }
-SKIPPED = 3  # steps of every run
+SKIPPED = 2  # steps of every run
+
+
+def arguments(name: str, folder: Path) -> list[str]:
+    """The command line of a layout."""
+    model, _, dtype, micro_batch, flags = LAYOUTS[name]
+    job = Job(model, dtype, warmup=SKIPPED, steps=STEPS[model])
+    return nanotrain_command(*flags, micro_batch=micro_batch)(job, folder)
 
 
 def train(name: str, folder: Path) -> None:
-    """Run one layout; one core per rank."""
-    model, processes, dtype, micro_batch, flags = LAYOUTS[name]
-    job = Job(model, dtype, warmup=SKIPPED, steps=STEPS[model])
-    arguments = nanotrain_command(*flags, micro_batch=micro_batch)(job, folder)[1:]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    """Run one layout, one core per rank; its report has the clock and the CPU time of all ranks per step."""
     environment = dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
-    command = [sys.executable, *launcher, "-m", "nanotrain.train", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{name}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={LAYOUTS[name][1]}"]
+    output = finished([sys.executable, *launcher, *arguments(name, folder)], environment, names=name, timeout_s=None)
+    (folder / "report.json").write_text(next(line for line in output.splitlines() if line.startswith("{")))
 
 
-def quietest(root: Path, name: str) -> Measured | None:
+def quietest(root: Path, name: str, *, clock: str) -> Measured | None:
     """The run of a layout with the shortest median step; None without one."""
-    runs = []
-    for folder in root.glob(f"*/{[*LAYOUTS].index(name)}"):
-        with suppress(ConfigError):  # a round that was interrupted
-            runs.append(measured(folder, gpu=gpu_of("cpu")))
-    return min(runs, key=lambda run: run.step_s, default=None)
+    processes, seconds = LAYOUTS[name][1], []
+    for file in root.glob(f"*/{[*LAYOUTS].index(name)}/report.json"):
+        report = json.loads(file.read_text())
+        ranks = 1 if clock == "wall" else processes
+        seconds.append(median(report["step_time_s" if clock == "wall" else "cpu_time_s"][SKIPPED:]) / ranks)
+    if not seconds:
+        return None
+    config = load(arguments(name, root)[1:]).config
+    return Measured(scenario_of(config, processes, gpu=gpu_of("cpu")), min(seconds))
 
 
 def table(runs: dict[str, Measured], chosen: list[str]) -> str:
@@ -86,13 +93,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--calibrate", choices=LAYOUTS, nargs="+", default=["no_shard"])
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     args = parser.parse_args()
     before = len([*args.folder.glob("*")]) if args.folder.exists() else 0
     for number in range(before, before + args.rounds):
         for name in LAYOUTS if number % 2 == 0 else reversed(LAYOUTS):
             train(name, args.folder / str(number) / str([*LAYOUTS].index(name)))
             print(f"round {number}  {name}", file=sys.stderr, flush=True)
-    runs = {name: run for name in LAYOUTS if (run := quietest(args.folder, name))}
+    runs = {name: run for name in LAYOUTS if (run := quietest(args.folder, name, clock=args.clock))}
     print(table(runs, args.calibrate))
 
 

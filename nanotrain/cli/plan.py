@@ -1,6 +1,7 @@
 """`nanotrain plan`: memory and time of a run before it exists.
 
 --world-size N --gpu NAME           the run of a command line: one screen
+    --calibrate RUN                 with the speed that runs had on this machine
     --search                        the layouts of its model that fit, the fastest first
 --rows FILE.tsv --output OUT.tsv    a prediction for every row of a table of measurements
 """
@@ -8,11 +9,16 @@
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from nanotrain.cli.parser import CommandParser
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
 from nanotrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nanotrain.planner.hardware import GPU
 
 
 def plan(argv: Sequence[str]) -> int:
@@ -40,14 +46,12 @@ def plan(argv: Sequence[str]) -> int:
 
 def _predict(args: argparse.Namespace, loaded: Loaded) -> str:
     """The screen of one layout, or its JSON."""
-    from nanotrain.planner.hardware import gpu_of
     from nanotrain.planner.prediction import predict
     from nanotrain.planner.scenario import scenario_of
     from nanotrain.planner.screen import Training, as_json, draw, screen
     from nanotrain.planner.search import next_change
 
-    gpu, engine = gpu_of(args.gpu), args.engine or "nanotrain"
-    prediction = predict(scenario_of(loaded.config, args.world_size, gpu=gpu, engine=engine))
+    prediction = predict(scenario_of(loaded.config, args.world_size, gpu=_gpu(args), engine=args.engine or "nanotrain"))
     if args.png:
         draw(prediction, args.png)
     training = Training.of(prediction, args.train_tokens) if args.train_tokens else None
@@ -56,16 +60,27 @@ def _predict(args: argparse.Namespace, loaded: Loaded) -> str:
     return screen(prediction, training=training, change=next_change(prediction))
 
 
+def _gpu(args: argparse.Namespace) -> "GPU":
+    """The GPU, with the speed that runs had on it where --calibrate names some."""
+    from nanotrain.planner.hardware import gpu_of
+
+    gpu = gpu_of(args.gpu)
+    if not args.calibrate:
+        return gpu
+    from nanotrain.planner.calibrate import calibrate, measured
+
+    return replace(gpu, calibration=calibrate([measured(run, gpu=gpu) for run in args.calibrate]))
+
+
 def _search(args: argparse.Namespace, loaded: Loaded, *, command: str) -> str:
     """The fastest layouts and the command line of the first."""
-    from nanotrain.planner.hardware import gpu_of
     from nanotrain.planner.screen import as_json, search_text
     from nanotrain.planner.search import search
 
     result = search(
         loaded.config,
         args.world_size,
-        gpu=gpu_of(args.gpu),
+        gpu=_gpu(args),
         engine=args.engine or "nanotrain",
         fixed=loaded.explicit,
         max_tensor_parallel_size=args.max_tensor_parallel_size,

@@ -18,8 +18,8 @@ import numpy as np
 
 from nanotrain.config.load import load
 from nanotrain.errors import ConfigError
-from nanotrain.planner.hardware import GPU
-from nanotrain.planner.scenario import Calibration, Engine, Scenario, scenario_of
+from nanotrain.planner.hardware import GPU, Calibration
+from nanotrain.planner.scenario import Engine, Scenario, scenario_of
 from nanotrain.planner.step_time import StepTime, predict_step
 from nanotrain.untrusted import read_rows
 
@@ -64,7 +64,10 @@ def measured(folder: Path, *, gpu: GPU, engine: Engine | str = "nanotrain") -> M
             why=f"a calibration takes the median of at least {MIN_STEPS}, after the first {FIRST_STEPS} of a run",
             fix="name the folder of a run of nanotrain, with its metrics.jsonl, config.yaml and starts.jsonl",
         )
-    config, world_size = load([f"+config={folder / 'config.yaml'}"]).config, int(starts[-1]["world_size"])
+    config, world_size = (
+        load([f"+config={folder / 'config.yaml'}"], to_train=False).config,
+        int(starts[-1]["world_size"]),
+    )
     timers = [row["timers"] for row in rows if row.get("timers")]
     waits = median(sum(each.get(name, 0.0) for name in WAITS) for each in timers) if timers else 0.0
     return Measured(
@@ -74,7 +77,7 @@ def measured(folder: Path, *, gpu: GPU, engine: Engine | str = "nanotrain") -> M
 
 def calibrated(scenario: Scenario, calibration: Calibration) -> Scenario:
     """The scenario on the machine that was measured."""
-    return replace(scenario, calibration=calibration)
+    return replace(scenario, gpu=replace(scenario.gpu, calibration=calibration))
 
 
 def calibrate(runs: Sequence[Measured]) -> Calibration:

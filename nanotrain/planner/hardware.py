@@ -30,6 +30,14 @@ class Link:
     latency: float  # seconds of one step of a collective
 
 
+@dataclass(frozen=True)
+class Calibration:
+    """Times of a machine relative to those of its row, from measured runs (calibrate.py)."""
+
+    compute: float = 1.0  # of products, memory-bound operators and launches
+    network: float = 1.0  # of collectives
+
+
 @dataclass(frozen=True, eq=False)
 class GPU:
     """A GPU model in its usual server."""
@@ -51,6 +59,7 @@ class GPU:
     collectives: str  # GPU whose measured collectives shape those inside a node
     is_mesh: bool  # GPUs of a node are linked pairwise, not by a switch
     is_cpu: bool  # cores of a processor, which launch what they compute
+    calibration: Calibration = Calibration()  # of this machine
 
     def peak(self, dtype: str) -> float:
         """Dense FLOP/s of a dtype.
@@ -88,8 +97,9 @@ def _gpu(name: str, **row: Any) -> GPU:
 
 
 @cache
-def slowed(gpu: GPU, *, compute: float = 1.0, network: float = 1.0) -> GPU:
-    """A GPU on which operators and collectives take so many times as long."""
+def as_calibrated(gpu: GPU) -> GPU:
+    """The GPU whose operators and collectives take as long as on the machine that was measured."""
+    compute, network = gpu.calibration.compute, gpu.calibration.network
     if compute == network == 1.0:
         return gpu
     node, rail, spine = (

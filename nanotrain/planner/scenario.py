@@ -19,7 +19,7 @@ from nanotrain.config.schedules import global_batch_size, num_microbatches
 from nanotrain.config.suggest import nearest_choice
 from nanotrain.errors import ConfigError
 from nanotrain.parallel.pp.actions import PipelineShape
-from nanotrain.planner.hardware import GPU, Link, slowed
+from nanotrain.planner.hardware import GPU, Link, as_calibrated
 from nanotrain.spec.counts import num_active_parameters
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec, even_shares, stages_of_lengths
@@ -71,14 +71,6 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """Times of a machine relative to those of its row, from measured runs (calibrate.py)."""
-
-    compute: float = 1.0  # of products, memory-bound operators and launches
-    network: float = 1.0  # of collectives
-
-
-@dataclass(frozen=True)
 class Scenario:
     """One configuration on one machine."""
 
@@ -92,7 +84,6 @@ class Scenario:
     cuda_graphs: bool = False  # the host launches a layer at once
     tp_overlap: str | None = None  # instead of the engine's
     ep_overlap: bool = False  # the dispatch of one microbatch overlaps with the products of another
-    calibration: Calibration = Calibration()  # of the machine
     features: frozenset[str] = frozenset()  # what decides bytes and is no setting of nanotrain, such as "fused loss"
 
     @cached_property
@@ -115,7 +106,7 @@ class Scenario:
     def machine(self) -> GPU:
         """The GPU as calibrated, with the network of the engine's measurements where those had another."""
         gpu = _with_link(self.gpu, self.engine.link) if self.engine.link else self.gpu
-        return slowed(gpu, compute=self.calibration.compute, network=self.calibration.network)
+        return as_calibrated(gpu)
 
     def ranks(self, name: str) -> Sequence[int]:
         """The group of the first rank along an axis, or along dp_cp, its shards or their replicas, also of experts."""

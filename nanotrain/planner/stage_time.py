@@ -82,7 +82,7 @@ class Stages:
         seconds = streams.launches * engine.launch_s + streams.collectives * engine.collective_launch_s
         if sizes["pp"] > 1 and self.scenario.world_size > self.scenario.machine.gpus_per_node:
             seconds += streams.collectives * sizes["tp"] ** STALL_GROWTH * engine.stall_s[0]
-        seconds *= self.scenario.calibration.compute
+        seconds *= self.scenario.gpu.calibration.compute
         return seconds * (GRAPH_LAUNCHES if self.scenario.cuda_graphs else 1.0)
 
     def units(self, spec: StageSpec) -> list[Unit]:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from nanotrain.cli.main import main
+from nanotrain.config.load import load, to_yaml
 
 RUN = ["+config=llama1b", "--mock-data", "--world-size", "8"]
 
@@ -41,3 +42,16 @@ def test_a_search_prints_the_command_line_of_the_fastest(capsys):
 def test_what_cannot_be_planned_is_one_message(flags, message, capsys):
     assert main(["plan", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_calibrated_on_a_run_the_plan_of_that_run_is_its_step(capsys, tmp_path):
+    loaded = load([*RUN[:2], "--global-batch-size=64"])
+    (tmp_path / "config.yaml").write_text(to_yaml(loaded.config))
+    (tmp_path / "starts.jsonl").write_text('{"step": 0, "world_size": 8}\n')
+    rows = [f'{{"step": {step}, "step_time_s": {2.5 if step > 3 else 60}}}\n' for step in range(1, 9)]
+    (tmp_path / "metrics.jsonl").write_text("".join(rows))
+    flags = ["--json", "--global-batch-size", "64"]
+    assert main(["plan", *RUN, *flags, "--calibrate", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out)["step_s"]["total"] == pytest.approx(2.5, rel=0.03)
+    assert main(["plan", *RUN, *flags, "--calibrate", str(tmp_path / "none")]) == 2
+    assert "no measured steps" in capsys.readouterr().err

@@ -9,8 +9,8 @@ import pytest
 from nanotrain.config.load import to_yaml
 from nanotrain.errors import ConfigError
 from nanotrain.planner.calibrate import Measured, calibrate, calibrated, measured
-from nanotrain.planner.hardware import gpu_of
-from nanotrain.planner.scenario import Calibration, Scenario
+from nanotrain.planner.hardware import Calibration, gpu_of
+from nanotrain.planner.scenario import Scenario
 from nanotrain.planner.step_time import predict_step
 from tests.planner.scenarios import llama
 
