@@ -110,21 +110,11 @@ class Scenario:
 
     def ranks(self, name: str) -> Sequence[int]:
         """The group of the first rank along an axis, or along dp_cp, its shards or their replicas, also of experts."""
-        if name not in self._ranks:
-            self._ranks[name] = self._find_ranks(name)
-        return self._ranks[name]
-
-    @cached_property
-    def _ranks(self) -> dict[str, Sequence[int]]:
-        return {}
-
-    def _find_ranks(self, name: str) -> Sequence[int]:
-        grid = self.topology.dense if name in self.topology.dense.axes else self.topology.expert
-        if name in grid.axes:
-            return range(0, grid.size(name) * grid.stride(name), grid.stride(name))
-        members = self.topology.members(0, name)  # type: ignore[arg-type]
-        steps = {after - before for before, after in pairwise(members)}
-        return range(0, members[-1] + 1, steps.pop()) if len(steps) == 1 else members
+        if name not in self._kept:
+            members = self.topology.members(0, name)  # type: ignore[arg-type]
+            steps = {after - before for before, after in pairwise(members)}
+            self._kept[name] = range(0, members[-1] + 1, steps.pop()) if len(steps) == 1 else members
+        return self._kept[name]
 
     @cached_property
     def stages(self) -> tuple[tuple[StageSpec, ...], ...]:
@@ -152,15 +142,16 @@ class Scenario:
         return PipelineShape(self.sizes["pp"], self.config.parallel.num_virtual_stages_per_pipeline_rank, number)
 
     @cached_property
-    def _plans(self) -> dict[int, Plan]:
+    def _kept(self) -> dict[str | int, Any]:
+        """Ranks by group, and plans by pipeline rank."""
         return {}
 
     def plan(self, pp_index: int) -> Plan:
         """The exact plan of the rank of a pipeline stage whose index on the other axes is 0."""
-        if pp_index not in self._plans:
+        if pp_index not in self._kept:
             rank = pp_index * self.topology.dense.stride("pp")
-            self._plans[pp_index] = plan_run(self.config, self.world_size, rank=rank)
-        return self._plans[pp_index]
+            self._kept[pp_index] = plan_run(self.config, self.world_size, rank=rank)
+        return self._kept[pp_index]
 
 
 @cache

@@ -59,7 +59,7 @@ class Stages:
         """What the actions of every stage run."""
         found = {}
         for spec in (spec for stages in self.scenario.stages for spec in stages):
-            key = self._key(spec)
+            key = tuple(map(id, self.units(spec)))
             if key not in self._times:
                 self._times[key] = {kind: self._action(self.units(spec), kind) for kind in KINDS}
             found[spec.index] = self._times[key]
@@ -96,11 +96,6 @@ class Stages:
             further = [self._unit(layer, is_recomputed=bool(recomputed)) for layer in self.layers.shape.mtp_layers]
             units += [self._unit("head"), *further]
         return units
-
-    def _key(self, spec: StageSpec) -> tuple[object, ...]:
-        shape = self.layers.shape
-        kinds = tuple((shape.has_experts(layer), shape.has_window(layer)) for layer in spec.layers)
-        return spec.has_embedding, spec.has_head, kinds
 
     def _unit(self, name: str | int, *, is_recomputed: bool = False) -> Unit:
         shape, layers = self.layers.shape, self.layers
