@@ -46,6 +46,7 @@ def plan(argv: Sequence[str]) -> int:
 
 def _predict(args: argparse.Namespace, loaded: Loaded) -> str:
     """The screen of one layout, or its JSON."""
+    from nanotrain.planner.explain import explain
     from nanotrain.planner.prediction import predict
     from nanotrain.planner.scenario import scenario_of
     from nanotrain.planner.screen import Training, as_json, draw, screen
@@ -57,7 +58,8 @@ def _predict(args: argparse.Namespace, loaded: Loaded) -> str:
     training = Training.of(prediction, args.train_tokens) if args.train_tokens else None
     if args.json:
         return json.dumps(as_json(prediction, training=training), indent=2)
-    return screen(prediction, training=training, change=next_change(prediction))
+    text = screen(prediction, training=training, change=next_change(prediction))
+    return f"{text}\n\n{explain(prediction)}" if args.explain else text
 
 
 def _gpu(args: argparse.Namespace) -> "GPU":

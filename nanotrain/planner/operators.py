@@ -15,7 +15,15 @@ from functools import partial
 
 from nanotrain.planner.collectives import collective_s
 from nanotrain.planner.hardware import GPU
-from nanotrain.planner.kernels import BYTES, AttentionShape, attention_s, grouped_matmul_s, matmul_s, memory_s
+from nanotrain.planner.kernels import (
+    BYTES,
+    AttentionShape,
+    attention_s,
+    attention_work,
+    grouped_matmul_s,
+    matmul_s,
+    memory_s,
+)
 from nanotrain.planner.scenario import Scenario
 
 GRAPH_LAUNCHES = 0.1  # launches that are left of those of a step with CUDA graphs
@@ -78,6 +86,9 @@ class Part:
     first: float = 0.0  # collective of the output's gradient, backward
     again: float = 0.0  # collective of the input for the gradient of the weights
     last: float = 0.0  # collective of the input's gradient, backward
+    sizes: tuple[int, ...] = ()  # tokens, outputs and inputs of a product
+    flops: float = 0.0  # forward
+    num_bytes: float = 0.0  # read and written by the forward of a memory-bound operator
     hides: str = "none"  # overlap: none, wgrad (backward collectives with products) or tiles (all, piece by piece)
     pieces: int = 1  # pieces of tiles
 
@@ -133,7 +144,7 @@ class Layers:
     def memory(self, name: str, forward: float, *, backward: float, launches: tuple[int, int] = (1, 1)) -> Part:
         """An operator that reads and writes so many bytes."""
         first, second = (memory_s(self.gpu, num_bytes) if num_bytes else 0.0 for num_bytes in (forward, backward))
-        return Part(name, first, second, launches=(*launches, 0))
+        return Part(name, first, second, launches=(*launches, 0), num_bytes=forward)
 
     def paced(self, part: Part) -> Part:
         """A part that takes at least as long as its launches: the host waits for the counts of tokens before them."""
@@ -212,6 +223,7 @@ class Layers:
             times = (attention_s(self.gpu, call, dtype=dtype, backward=each) for each in (False, True))
             forward, backward = (self.engine.attention_factor * seconds for seconds in times)
         part = Part("core_attn", forward * share, backward * share, launches=(1, 3, 0), group="cp")
+        part = replace(part, flops=attention_work(call)[0] * share)
         key_value = self.tokens * heads[1] * (shape.head_dim + shape.value_head_dim) * self.itemsize
         if comm_type == "p2p":  # in a ring, beside the attention to the keys that are there
             step = self.collective("cp", "all_gather", num_bytes=key_value * cp)
@@ -318,7 +330,8 @@ class Layers:
             wgrad = product((outputs, inputs, tokens), accumulate=fused)
         if self.engine.accumulation == "separate":  # an operator of its own adds to an fp32 buffer
             wgrad += memory_s(self.gpu, 10 * max(1, num_experts) * outputs * inputs)
-        part = Part(name, product(shape), product((tokens, inputs, outputs)), wgrad, launches=(1, 1, 2 - fused))
+        times = product(shape), product((tokens, inputs, outputs)), wgrad
+        part = Part(name, *times, launches=(1, 1, 2 - fused), sizes=shape, flops=2.0 * tokens * outputs * inputs)
         if mode and self.tp > 1:
             part = self._parallel(part, tokens * (inputs if mode == "column" else outputs) * self.itemsize, mode=mode)
         if dtype == self.dtype:

@@ -1,0 +1,93 @@
+"""`--explain`: the operators of a step, each with its sizes, time and efficiency, and the formula of every total."""
+
+from collections.abc import Iterator
+
+from nanotrain.planner.operators import Part
+from nanotrain.planner.prediction import Prediction
+from nanotrain.planner.scenario import Scenario
+from nanotrain.planner.stage_time import Stages, Unit
+from nanotrain.planner.step_time import COMPUTE_RANGE, NETWORK_RANGE, StepTime
+from nanotrain.quantities import describe_bytes
+from nanotrain.spec.counts import flops_per_token
+from nanotrain.spec.stages import StageSpec
+
+COLLECTIVES = {
+    "before": "input",
+    "after": "output",
+    "first": "output gradient",
+    "again": "input for the weight gradient",
+    "last": "input gradient",
+}
+TOTALS = """\
+compute     sum of these operators over the stages and microbatches of a rank; host: what is launched later than that
+exposed     collectives without the operators beside them; a collective takes steps x latency + bytes / bandwidth
+bubble      end of the schedule without compute, host and exposed seconds of the rank that ends last
+optimizer   {optimizer:g} bytes per parameter / {shards:,} ranks at {efficiency:.0%} of {bandwidth:.2f} TB/s
+tokens/s    {batch:,} samples x {seq:,} tokens / {total:.3f} s / {gpus:,} GPUs = {tokens:,.0f}
+MFU         {tokens:,.0f} tokens/s x {flops:,.2f} GFLOP per token / {peak:,.0f} TFLOP/s = {mfu:.1%}
+range       {compute_range:.0%} of what computes and {network_range:.0%} of what waits for other GPUs"""
+
+
+def explain(prediction: Prediction) -> str:
+    """The operators of every different module, and the formulas of the totals."""
+    stages, lines, seen = Stages(prediction.scenario), list[str](), set[int]()
+    for spec in (spec for rank in prediction.scenario.stages for spec in rank):
+        for unit, name in zip(stages.units(spec), _names(spec, stages), strict=True):
+            if id(unit) not in seen:
+                seen.add(id(unit))
+                lines += _unit_lines(unit, name, scenario=prediction.scenario)
+    return "\n".join([*lines, _totals(prediction.time)])
+
+
+def _names(spec: StageSpec, stages: Stages) -> list[str]:
+    layers = [f"layer {layer}" for layer in spec.layers]
+    further = [f"mtp {layer}" for layer in stages.layers.shape.mtp_layers]
+    return ["embedding"] * spec.has_embedding + layers + (["head", *further] if spec.has_head else [])
+
+
+def _unit_lines(unit: Unit, name: str, *, scenario: Scenario) -> Iterator[str]:
+    title = f"{name} and those like it, a microbatch{', recomputed' if unit.is_recomputed else ''}"
+    yield f"{title:<50}{'forward':>10}{'backward':>10}  ms"
+    for part in unit.parts:
+        backward = part.dgrad + part.wgrad
+        times = f"{part.forward * 1e3:>10.3f}{backward * 1e3:>10.3f}"
+        yield f"  {part.name:<48}{times}  {_work(part, scenario)}".rstrip()
+        waits = [f"{what} {getattr(part, name) * 1e3:.3f}" for name, what in COLLECTIVES.items() if getattr(part, name)]
+        if waits:
+            yield f"    {part.group} collectives: {', '.join(waits)} ms; overlap {part.hides}"
+    yield ""
+
+
+def _work(part: Part, scenario: Scenario) -> str:
+    """What an operator's forward does, at which rate, and the share of the GPU's peak."""
+    gpu, seconds = scenario.gpu, max(part.forward, 1e-12)
+    if part.flops:
+        dtype = scenario.matmul_dtype if part.sizes and part.name != "head" else scenario.config.precision.params_dtype
+        shape = f"product {' x '.join(f'{size:,}' for size in part.sizes)}" if part.sizes else "attention"
+        rate = part.flops / seconds
+        of_peak = f"{rate / gpu.peak(dtype):.0%} of {gpu.peak(dtype) / 1e12:,.0f} in {dtype}"
+        return f"{shape}: {part.flops / 1e9:,.1f} GFLOP, {rate / 1e12:,.0f} TFLOP/s, {of_peak}"
+    rate = part.num_bytes / seconds
+    share = f"{rate / gpu.memory_bandwidth:.0%} of {gpu.memory_bandwidth / 1e12:.2f} TB/s"
+    return f"{describe_bytes(int(part.num_bytes))}: {rate / 1e12:.2f} TB/s, {share}" if part.num_bytes else ""
+
+
+def _totals(time: StepTime) -> str:
+    scenario, gpu = time.scenario, time.scenario.gpu
+    train, data = scenario.config.train, scenario.config.data
+    return TOTALS.format(
+        optimizer=scenario.engine.optimizer_bytes,
+        bandwidth=gpu.memory_bandwidth / 1e12,
+        efficiency=gpu.memory_efficiency,
+        shards=len(scenario.ranks("dp_shard")),
+        batch=train.global_batch_size,
+        seq=data.seq_length,
+        total=time.total,
+        gpus=scenario.world_size,
+        tokens=time.tokens_per_s_per_gpu,
+        flops=flops_per_token(scenario.shape, data.seq_length) / 1e9,
+        peak=gpu.peak_flops.get("bf16", gpu.peak_flops.get("fp16", 0.0)) / 1e12,
+        mfu=time.mfu,
+        compute_range=COMPUTE_RANGE,
+        network_range=NETWORK_RANGE,
+    )
