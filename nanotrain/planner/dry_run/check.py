@@ -69,9 +69,10 @@ class DryRun:
         if not self.faults:
             shares = [record.peak / self.planned[rank][1] for rank, record in self.records.items()]
             used = f"{min(shares):.1%} to {max(shares):.1%} of the planned memory is used"
-            lines.append(
-                f"no fault: all members of a group agree, all messages are received, no buffer is reused; {used}"
+            agree = (
+                "all members of a group agree, all messages are received" if len(shares) > 1 else "on this rank alone"
             )
+            lines.append(f"no fault: {agree}, no buffer is reused; {used}")
         return "\n".join(lines)
 
     def _largest(self) -> list[int]:

@@ -73,6 +73,7 @@ def test_a_rank_of_the_largest_world_of_a_recipe(recipe: str) -> None:
     _, _, world_size, flags = RECIPES[recipe]
     result = run(f"+config={recipe} {flags}", world_size, rank=world_size - 1)
     assert not result.faults and [*result.records] == [world_size - 1]
+    assert "no fault: on this rank alone" in result.text()
 
 
 @pytest.mark.parametrize(
