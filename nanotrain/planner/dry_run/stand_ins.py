@@ -54,11 +54,10 @@ def on_meta(plan: Plan) -> Iterator[None]:
 
 def _attend(*inputs: Tensor, attn_mask: Any = None, enable_gqa: bool = False, **_: Any) -> Tensor:
     """Query, key, value [B, N, Q, D] -> [B, N, Q, D]: the flash kernel, which saves the same tensors as the others."""
-    operators, out = torch.ops.aten, inputs[0]
-    if isinstance(attn_mask, Tensor):  # only the backend math has one
-        out = operators._scaled_dot_product_attention_math(*inputs, attn_mask, enable_gqa=enable_gqa)[0]
-    else:
-        out = operators._scaled_dot_product_flash_attention(*inputs, 0.0, True)[0]
+    math, flash = torch.ops.aten._scaled_dot_product_attention_math, torch.ops.aten._scaled_dot_product_flash_attention
+    is_math = isinstance(attn_mask, Tensor)  # only this backend has a mask
+    outputs = math(*inputs, attn_mask, enable_gqa=enable_gqa) if is_math else flash(*inputs, 0.0, True)
+    out: Tensor = outputs[0]
     return out
 
 
