@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import comb
 
 from nanotrain.planner.collectives import collective_s
 from nanotrain.planner.hardware import GPU
@@ -299,16 +300,20 @@ class Layers:
         else:
             targets = num_nodes if is_flex and num_nodes > 1 else self.ep
             time = self.collective("ep", "all_to_all", num_bytes=sent * self._distinct(targets) if is_flex else sent)
-            if is_flex and num_nodes > 1:  # a token goes to every node once, and there to every rank once
+            if is_flex and num_nodes > 1:  # a token goes to a node once, and on to its ranks while others arrive
                 node, num_bytes = range(self.gpu.gpus_per_node), sent * self._distinct(self.ep)
-                time += collective_s(self.gpu, "all_to_all", num_bytes=num_bytes, ranks=node)
+                time = max(time, collective_s(self.gpu, "all_to_all", num_bytes=num_bytes, ranks=node))
         time += self.collective("etp", "all_gather", num_bytes=pairs * self.etp * self.width)
         return replace(part, group="ep", before=time, last=time)
 
     def _distinct(self, num_targets: int) -> float:
         """Share of the copies of a token that have different targets, of equally likely ones."""
         assert (moe := self.shape.moe) is not None, "a dense model has no experts"
-        return num_targets * (1 - (1 - 1 / num_targets) ** moe.router_topk) / moe.router_topk
+        groups, chosen = moe.router_num_groups or 1, moe.router_group_topk or 1
+        reached = float(num_targets)
+        if chosen < groups and groups % num_targets == 0:  # whole groups of experts per target
+            reached *= 1 - comb(groups - groups // num_targets, chosen) / comb(groups, chosen)
+        return reached * (1 - (1 - 1 / reached) ** moe.router_topk) / moe.router_topk
 
     def linear(self, name: str, shape: tuple[int, int, int], *, mode: str = "", num_experts: int = 0) -> Parts:
         """A linear layer, or one of every expert.

@@ -279,6 +279,8 @@ def _experts(row: Row, known: Mapping[str, Any], *, num_experts: int, ffn: int) 
         "moe.ffn_hidden_size": ffn,
         "moe.shared_expert_intermediate_size": shared,
         "moe.layer_freq": known.get("layer_freq", f"[0]*{dense}+[1]*{layers - dense}"),
+        "moe.router_num_groups": known.get("groups"),
+        "moe.router_group_topk": known.get("group_topk"),
         "moe.router_force_load_balancing": True,
         "mtp.num_layers": 1 if has_mtp else None,
     }

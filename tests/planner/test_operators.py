@@ -77,6 +77,16 @@ def test_a_node_gets_every_token_once_with_a_flexible_dispatcher() -> None:
     assert flex < sent
 
 
+def test_group_limited_routing_reaches_fewer_nodes() -> None:
+    limited = {"moe_router_num_groups": 8, "moe_router_group_topk": 4}
+    anywhere, grouped = (
+        passes(Layers(llama(64, ep=64, options={"dispatcher": "flex"}, **MOE, **groups)))[0].exposed["ep"]
+        for groups in ({}, limited)
+    )
+    # 8 nodes: 8 experts in any of them are on 5.25 on average, in those of 4 groups on 3.6
+    assert grouped == pytest.approx(3.6 / 5.25 * anywhere, rel=0.1)
+
+
 def test_eight_bits_shorten_products_and_add_casts() -> None:
     bf16, _ = passes(Layers(llama(8)))
     fp8, _ = passes(Layers(llama(8, options={"matmul_dtype": "fp8"})))
