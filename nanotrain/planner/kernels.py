@@ -105,7 +105,8 @@ def attention_s(gpu: GPU, shape: AttentionShape, *, dtype: str = "bf16", backwar
     surface = surfaces[min(surfaces, key=lambda size: abs(int(size) - shape.head_dim))]
     heads = shape.batch * shape.heads * (BACKWARD_HEADS if backward else 1)
     factor = interpolate(surface["values"], (axes["queries"], axes["heads"]), point=(shape.queries, heads))
-    share, peak = surface["flops_per_s"] / gpus()[gpu.kernels].peak("bf16"), gpu.peak(dtype)
+    reference, peak = gpus()[gpu.kernels], gpu.peak(dtype)
+    share = surface["flops_per_s"] / reference.peak("bf16") * gpu.reachable["bf16"] / reference.reachable["bf16"]
     seconds = factor * roofline_s(gpu, work, flops_per_s=peak * share)
     if not backward:
         return max(seconds, work[0] / peak)

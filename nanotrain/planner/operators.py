@@ -27,7 +27,7 @@ from nanotrain.planner.kernels import (
 )
 from nanotrain.planner.scenario import Scenario
 
-GRAPH_LAUNCHES = 0.1  # launches that are left of those of a step with CUDA graphs
+GRAPH_LAUNCHES = 0.1  # launches that are left with CUDA graphs, which cannot hold the dispatch to experts
 ROUTER_LAUNCHES = 20  # scores, top k, losses, counts and their sums
 ROUTER_BYTES = 40  # per token and expert, forward: scores, probabilities and losses in fp32
 MATH_BYTES = (13, 22)  # per attention score that is written out, forward and backward: products, mask, softmax, dropout
@@ -147,9 +147,9 @@ class Layers:
         first, second = (memory_s(self.gpu, num_bytes) if num_bytes else 0.0 for num_bytes in (forward, backward))
         return Part(name, first, second, launches=(*launches, 0), num_bytes=forward)
 
-    def paced(self, part: Part) -> Part:
+    def paced(self, part: Part, *, is_graphed: bool = False) -> Part:
         """A part that takes at least as long as its launches: the host waits for the counts of tokens before them."""
-        launch_s = self.engine.launch_s * (GRAPH_LAUNCHES if self.scenario.cuda_graphs else 1.0)
+        launch_s = self.engine.launch_s * (GRAPH_LAUNCHES if is_graphed else 1.0)
         forward, dgrad = (count * launch_s for count in part.launches[:2])
         return replace(part, forward=max(part.forward, forward), dgrad=max(part.dgrad, dgrad))
 
@@ -278,7 +278,8 @@ class Layers:
         pairs = int(tokens * moe.router_topk * self.scenario.imbalance)
         router = tokens * moe.num_experts * ROUTER_BYTES + tokens * self.width
         launches = (ROUTER_LAUNCHES, ROUTER_LAUNCHES)
-        parts = [self.paced(self.memory("moe", router, backward=2 * router, launches=launches))]
+        part = self.memory("moe", router, backward=2 * router, launches=launches)
+        parts = [self.paced(part, is_graphed=self.scenario.cuda_graphs)]
         parts.append(self.dispatch(pairs, tokens))
         num_local, received = moe.num_experts // self.ep, pairs * self.etp
         parts += self.linear("moe", (received, inner * (1 + shape.is_gated), hidden), num_experts=num_local)

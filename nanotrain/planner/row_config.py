@@ -127,6 +127,8 @@ def scenario_of_row(row: Row, *, engine: str | None = None) -> Scenario:
     features = (name for name, pattern in tables["features"].items() if re.search(pattern, words))
     if not row.choice("stated dispatcher") and not row.has_flags and _ep_leaves_the_node(row, gpu_of(gpu)):
         options["dispatcher"] = row.assume("flex", "dispatcher not stated: one that sends a token to a node once")
+    if chosen.name == "megatron" and not row.has_flags and config.parallel.sequence_parallel:
+        options["tp_overlap"] = options["tp_overlap"] or row.assume("tiles", "overlap of tp not stated: piece by piece")
     if row.number("experts") and row.has_flags and "force load balancing" not in words:
         options["imbalance"] = row.assume(1.2, "routing not balanced by force: 1.2 times an even share")
     return scenario_of(

@@ -25,7 +25,7 @@ def test_columns_become_settings() -> None:
     assert (parallel.data_parallel_sharding_strategy, parallel.sequence_parallel) == ("optim", True)
     assert (scenario.sizes["dp"], scenario.pipeline.num_microbatches) == (8, 32)
     assert (scenario.engine.name, scenario.matmul_dtype, scenario.gpu.name) == ("megatron", "bf16", "h100")
-    assert row.assumed == []
+    assert row.assumed == ["overlap of tp not stated: piece by piece"]
 
 
 @pytest.mark.parametrize(
