@@ -7,14 +7,16 @@ from typing import Any
 
 from nanotrain.config.config import Config
 from nanotrain.config.option import flag_of
-from nanotrain.config.schema import ENTRIES, typed, value_of
+from nanotrain.config.schema import ENTRIES, value_of
 from nanotrain.planner.prediction import Prediction
 from nanotrain.planner.search import Found, Search, Values
 from nanotrain.planner.step_time import StepTime
 from nanotrain.quantities import count_of, describe_bytes, describe_count
 
 KINDS = ("params", "grads", "optimizer", "activations", "buffers", "working", "overhead")  # of memory
-COLORS = {"F": "#4c78a8", "B": "#f58518", "I": "#e45756", "W": "#72b7b2"}  # of actions; others are grey
+# by the first letter of a span
+COLORS = {"F": "#4c78a8", "B": "#f58518", "I": "#e45756", "W": "#72b7b2", "r": "#bab0ac"}
+NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "r": "gradient reduction"}
 DAY_S = 86_400
 MAX_RANKS = 16  # pipeline ranks of a picture
 
@@ -124,7 +126,9 @@ def _flag(name: str, value: Any) -> str:
     flag = flag_of(name)
     if isinstance(value, bool):
         return flag if value else flag.replace("--", "--no-", 1)
-    return f"{flag} {typed(value)}"
+    if isinstance(value, list):
+        return f"{flag} {' '.join(value)}" if value else f"{ENTRIES[name].key}=[]"
+    return f"{flag} {'null' if value is None else value}"
 
 
 def as_json(prediction: Prediction, *, training: Training | None = None) -> dict[str, Any]:
@@ -163,6 +167,7 @@ def _found_line(found: Found) -> str:
 def draw(prediction: Prediction, path: Path) -> None:
     """Draw the timeline of one step: a row per pipeline rank, and one for its communication of data parallelism."""
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     ranks = prediction.time.spans[:MAX_RANKS]
     rows = [
@@ -172,9 +177,12 @@ def draw(prediction: Prediction, path: Path) -> None:
     ]
     figure = Figure(figsize=(14, 1.2 + 0.3 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    for index, (_, bars) in enumerate(rows):
-        for color in {color for _, color in bars}:
-            axes.broken_barh([bar for bar, each in bars if each == color], (index - 0.4, 0.8), color=color)
+    for row, (_, bars) in enumerate(rows):
+        for kind in {kind for _, kind in bars}:
+            axes.broken_barh([bar for bar, each in bars if each == kind], (row - 0.4, 0.8), color=COLORS[kind])
+    kinds = sorted({kind for _, bars in rows for _, kind in bars}, key=list(NAMES).index)
+    handles = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in kinds]
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=len(kinds), frameon=False)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
@@ -189,4 +197,4 @@ def _streams(spans: Iterable[Any]) -> list[str]:
 def _bars(spans: Iterable[Any], stream: str) -> Iterator[tuple[tuple[float, float], str]]:
     for span in spans:
         if span.stream == stream:
-            yield (span.start * 1e3, (span.end - span.start) * 1e3), COLORS.get(span.name[0], "#bab0ac")
+            yield (span.start * 1e3, (span.end - span.start) * 1e3), span.name[0]

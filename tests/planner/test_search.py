@@ -3,12 +3,13 @@
 import pytest
 
 from nanotrain.config.load import load
+from nanotrain.config.schema import ENTRIES, value_of
 from nanotrain.errors import ConfigError
 from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.prediction import predict
 from nanotrain.planner.scenario import scenario_of
 from nanotrain.planner.screen import flags_of
-from nanotrain.planner.search import next_change, search
+from nanotrain.planner.search import NAMES, Space, next_change, search
 
 SMALL = ["+config=llama1b", "--mock-data", "--global-batch-size", "32"]
 
@@ -59,3 +60,15 @@ def test_the_next_change_is_a_faster_layout_that_fits():
     change = next_change(prediction)
     assert change is not None and change.prediction.memory.fits
     assert change.prediction.time.total < prediction.time.total
+
+
+def test_the_flags_of_a_change_give_its_configuration():
+    recompute = ["memory.recompute_granularity=selective", "memory.recompute_modules=[mlp]"]
+    config = load([*SMALL, *recompute]).config
+    space = Space(config, 8, gpu=gpu_of("h100"), engine="nanotrain", kept=frozenset(), max_tp=8)
+    values = {name: value_of(config, ENTRIES[name].key) for name in NAMES}
+    changes = list(space.changes(values))
+    assert len(changes) > 6
+    for change in changes:
+        loaded = load([*SMALL, *recompute, *flags_of(change.values, config).split()]).config
+        assert loaded == change.scenario.config, flags_of(change.values, config)
