@@ -22,12 +22,14 @@ PUBLISHED = {
     "qwen3_8b": 8_190_735_360,
 }
 MIXTURES = {
-    "mixtral_8x7b": (46_702_792_704, 12_879_925_248, 32),
+    "mixtral_8x7b": (46_702_792_704, 12_879_925_248, 16),
     "qwen3_30b_a3b": (30_532_122_624, 3_353_032_704, 16),
-    "deepseek_v3": (671_026_404_352, 37_552_282_624, 1024),  # without multi-token prediction
+    "deepseek_v3": (671_026_404_352, 37_552_282_624, 128),  # without multi-token prediction
 }
 SMALL = ("tiny", "tiny_moe")
-RECIPES = (*PUBLISHED, *MIXTURES, *SMALL)
+# layouts for more GPUs
+LARGER = ("llama3_8b_64", "llama70b_512", "mixtral_8x7b_512", "qwen3_30b_a3b_64", "qwen3_30b_a3b_512", "qwen3_8b_64")
+RECIPES = (*PUBLISHED, *MIXTURES, *LARGER, *SMALL)
 
 
 def test_every_recipe_is_known_here():
@@ -39,7 +41,7 @@ def test_a_recipe_has_the_size_of_the_published_model(recipe):
     config = load_config([f"+config={recipe}"])
     assert num_parameters(ModelShape.of(config.model)) == PUBLISHED[recipe]
     assert config.precision.params_dtype == "bf16"
-    validate_for_world(config, 8)
+    validate_for_world(config, 8 if PUBLISHED[recipe] < 10e9 else 64)
 
 
 @pytest.mark.parametrize("recipe", MIXTURES)
@@ -56,6 +58,14 @@ def test_a_mixture_has_the_size_of_the_published_model_and_fills_its_ranks(recip
         Topology.of(config.parallel, world // 2)
 
 
+@pytest.mark.parametrize("recipe", LARGER)
+def test_a_recipe_for_more_gpus_differs_in_layout_alone(recipe):
+    larger, base = (load([f"+config={name}"], to_train=False).config for name in (recipe, recipe.rpartition("_")[0]))
+    assert larger.model == base.model and larger.optim == base.optim and larger.precision == base.precision
+    assert larger.train.global_batch_size == base.train.global_batch_size
+    assert larger.parallel != base.parallel
+
+
 def test_deepseek_routes_as_published():
     """Three dense layers, 256 sigmoid experts in 8 groups of which 4, one shared, weights scaled by 2.5."""
     model = load(["+config=deepseek_v3"], to_train=False).config.model
@@ -67,14 +77,18 @@ def test_deepseek_routes_as_published():
 
 
 def test_a_recipe_says_only_what_differs():
-    """Only a model names its whole shape, defaults or not; elsewhere a field set to its default says nothing."""
+    """Only a model names its whole shape, defaults or not; elsewhere a field set to its default says nothing.
+
+    A layout for more GPUs sets what differs from the recipe that it starts from.
+    """
     for recipe in RECIPES:
         loaded = load([f"+config={recipe}"], to_train=False)
-        bare = load_config([])
+        bare = load_config([f"+config={recipe.rpartition('_')[0]}"] if recipe in LARGER else [])
+        files = f"config/{recipe}.yaml" if recipe in LARGER else ".yaml"
         for key, origin in loaded.origins.items():
-            if origin.endswith(".yaml") and not key.startswith("model."):
+            if origin.endswith(files) and not key.startswith("model."):
                 value, default = (value_of(config, key) for config in (loaded.config, bare))
-                assert value != default, f"{key} in {origin} is the default {default!r}"
+                assert value != default, f"{key} in {origin} is {default!r} anyway"
 
 
 @pytest.mark.parametrize("recipe", SMALL)

