@@ -18,7 +18,7 @@ TRAIN_FLOORS = (
     ("parts",),
     ("run",),
     ("step", "resume", "inputs", "checks"),
-    ("build", "step_report"),
+    ("build", "step_report", "auto_layout"),
     ("tasks",),
     ("hooks",),
     ("evaluate", "fit"),

@@ -13,7 +13,7 @@ from functools import partial
 from nanotrain.config.config import Config
 from nanotrain.config.flags import begins_argument, known_flags, parse
 from nanotrain.config.load import load_line, reply
-from nanotrain.config.rules.check import OPEN_NAMES, validate_for_world
+from nanotrain.config.rules.check import OPEN_NAMES, validate_start
 from nanotrain.config.schema import ENTRIES, value_of
 from nanotrain.config.suggest import by_spelling
 from nanotrain.errors import ConfigError
@@ -105,7 +105,7 @@ def launch(options: Sequence[str], arguments: Sequence[str], *, environment: Mut
     with importing_torch():
         from nanotrain.launch.start_ranks import start_ranks
 
-    check = partial(validate_for_world, loaded.config, expected_dp=loaded.data_parallel_size)
+    check = partial(validate_start, loaded.config, expected_dp=loaded.data_parallel_size)
     return start_ranks(["nanotrain.train", *arguments], options=options, environment=environment, check=check)
 
 

@@ -25,7 +25,7 @@ from nanotrain.cli.parser import CommandParser
 from nanotrain.config.config import Config
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
-from nanotrain.config.rules.check import validate_for_world
+from nanotrain.config.rules.check import validate_start
 from nanotrain.config.schema import nest, to_dict
 from nanotrain.errors import ConfigError, NanotrainError
 from nanotrain.system import handling_signals
@@ -148,7 +148,7 @@ def check_trials(trials: Sequence[Trial], *, shared: Sequence[str], options: Seq
             if options:
                 from nanotrain.launch.start_ranks import check_ranks
 
-                check = partial(validate_for_world, loaded.config, expected_dp=loaded.data_parallel_size)
+                check = partial(validate_start, loaded.config, expected_dp=loaded.data_parallel_size)
                 check_ranks(["nanotrain.train", *arguments], options=options, check=check)
         except NanotrainError as error:
             raise ConfigError(f"run {trial.name}: {error}") from None

@@ -53,6 +53,7 @@ class ParallelConfig:
     gradient_accumulation_fusion: bool | None = option(None, "matrix products add weight gradients to the gradient buffer; unset: on GPUs")
     overlap_grad_reduce: bool = option(False, "overlap the gradient reduction with the backward pass")
     overlap_param_gather: bool = option(False, "overlap the parameter all-gather with the next forward pass; optim_grads_params: with the unit before")
+    auto_layout: bool = option(False, "before training search the fastest layout of the ranks that fits into their memory; settings of the command line stay as they are, and so does the layout of a run that resumes on as many ranks")
     distributed_timeout_minutes: float = option(10.0, "timeout of collectives", check=above(0, at_most=525_600))
     distributed_timeout_seconds_after_init: float | None = option(None, "timeout of collectives after the first step; unset: distributed_timeout_minutes", check=above(0, at_most=31_536_000))
 

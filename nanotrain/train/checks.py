@@ -106,7 +106,8 @@ def check_settings(start: Start) -> None:
 
 def check_memory(start: Start) -> None:
     """The run fits into the memory of the device, as far as its model is known."""
-    if start.config.model.vocab_size is not None and start.config.is_model_known:
+    is_chosen = not start.config.parallel.auto_layout
+    if is_chosen and start.config.model.vocab_size is not None and start.config.is_model_known:
         world_size = start.launch.world_size
         require_memory(start.config, world_size, device=start.device.type, available=start.available)
 

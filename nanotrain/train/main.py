@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from nanotrain.config.config import Config
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line, load_object, reply
-from nanotrain.config.rules.check import validate_for_world
+from nanotrain.config.rules.check import validate_for_world, validate_start
 from nanotrain.errors import INTERRUPTED, EnvironmentFault, LocalFault, NanotrainError, ReportedFault, report
 from nanotrain.log import get_logger, start_logging
 from nanotrain.runs.folder import RunFolder
@@ -91,11 +91,12 @@ def pretrain(config: Config) -> "RunHistory":
 def train(loaded: Loaded) -> None:
     """Train a configuration and its origins on this rank."""
     world_size = _world_size(os.environ.get("WORLD_SIZE", "1"))
-    validate_for_world(loaded.config, world_size, expected_dp=loaded.data_parallel_size)
+    validate_start(loaded.config, world_size, expected_dp=loaded.data_parallel_size)
     _prepare_environment()
     with importing_torch():
         from nanotrain.comm.device import set_deterministic, sum_bf16_products_in_fp32
         from nanotrain.comm.parallel_context import Launch, ParallelContext
+        from nanotrain.train.auto_layout import with_auto_layout
         from nanotrain.train.checks import Start, check
         from nanotrain.train.fit import fit
         from nanotrain.train.inputs import open_inputs
@@ -118,6 +119,9 @@ def train(loaded: Loaded) -> None:
     with claimed(folder, is_first=is_first):
         outlive_output("training goes on, its steps are in metrics.jsonl")
         config, inputs = open_inputs(loaded, reads_checkpoint=launch.local_rank == 0)
+        if config.parallel.auto_layout:
+            config, inputs = with_auto_layout(config, inputs, start=start, explicit=loaded.explicit)
+            validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)
         memory = require_memory(config, world_size, device=start.device.type, available=start.available)
         log.info("%s", memory.table(start.available, pp_size=config.parallel.pipeline_model_parallel_size))
         plan = plan_run(config, world_size, rank=launch.rank)

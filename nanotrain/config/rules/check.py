@@ -3,7 +3,7 @@
 collect_errors        all rules that need no world size, except for settings without effect (rules/unused.py)
 check_model           the model section, also once it is read from a Hugging Face folder
 check_layout          the model against its parallel layout
-validate_for_world    the rules that need the world size
+validate_for_world    the rules that need the world size; validate_start: unless the layout is still to be chosen
 """
 
 from nanotrain.config.config import Config
@@ -61,6 +61,12 @@ def check_table(config: Config, *groups: str) -> None:
     for group in groups:
         check_rules(config, contradictions(group), errors=errors)
     errors.raise_errors()
+
+
+def validate_start(config: Config, world_size: int, *, expected_dp: int | None = None) -> None:
+    """`validate_for_world` before a run starts, where `--auto-layout` has not chosen the layout yet."""
+    if not config.parallel.auto_layout:
+        validate_for_world(config, world_size, expected_dp=expected_dp)
 
 
 def validate_for_world(config: Config, world_size: int, *, expected_dp: int | None = None) -> None:
