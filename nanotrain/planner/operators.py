@@ -144,6 +144,8 @@ class Layers:
 
     def memory(self, name: str, forward: float, *, backward: float, launches: tuple[int, int] = (1, 1)) -> Part:
         """An operator that reads and writes so many bytes."""
+        if self.gpu.is_cpu:  # which computes in fp32, so that fewer bits take as long
+            forward, backward = (num_bytes * BYTES["fp32"] / self.itemsize for num_bytes in (forward, backward))
         first, second = (memory_s(self.gpu, num_bytes) if num_bytes else 0.0 for num_bytes in (forward, backward))
         return Part(name, first, second, launches=(*launches, 0), num_bytes=forward)
 
@@ -220,7 +222,7 @@ class Layers:
         if train.attention_backend in ("unfused", "local"):
             forward, backward = self._math_attention(call)
         else:
-            dtype = self.dtype if self.dtype in ("bf16", "fp16") or self.gpu.is_cpu else "bf16"
+            dtype = "fp32" if self.gpu.is_cpu else self.dtype if self.dtype in ("bf16", "fp16") else "bf16"
             times = (attention_s(self.gpu, call, dtype=dtype, backward=each) for each in (False, True))
             forward, backward = (self.engine.attention_factor * seconds for seconds in times)
         part = Part("core_attn", forward * share, backward * share, launches=(1, 3, 0), group="cp")

@@ -75,7 +75,7 @@ class StepTime:
         """Model FLOPs utilization, of the peak in 16 bits."""
         flops = flops_per_token(self.scenario.shape, self.scenario.config.data.seq_length)
         peaks = self.scenario.gpu.peak_flops
-        return self.tokens_per_s_per_gpu * flops / peaks.get("bf16", peaks["fp16"])
+        return self.tokens_per_s_per_gpu * flops / (peaks.get("bf16") or peaks["fp16"])
 
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
