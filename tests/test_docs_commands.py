@@ -32,6 +32,7 @@ RAN = re.compile(
 PLANNED = re.compile(r"(\$ )?(nanotrain train|torchrun .*-m nanotrain\.train) .*")
 PARSED = {  # the beginning of a command: what runs it
     "nanotrain dry-run": "tests/planner/dry_run",
+    "nanotrain plan": "tests/cli/test_plan.py",
     "nanotrain evaluate": "tests/inference/test_lm_eval.py",  # with --tasks: the package is an extra
     "nanotrain generate --nproc-per-node": "tests/cli/test_launch.py",
     "nanotrain parity": "tests/parity",
