@@ -40,9 +40,7 @@ class Streams:
     contention: float = 0.0  # share of the time of a hidden collective by which it slows the operators beside it
     factor: float = 1.0  # of the time of operators
     compute: float = 0.0  # seconds in which operators run
-    exposed: dict[str, float] = field(
-        default_factory=lambda: defaultdict(float)
-    )  # seconds in which they wait for collectives, by group
+    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds of waiting, by group
     launches: int = 0  # operators that the host launches
     collectives: int = 0  # collectives that it launches
 
@@ -144,9 +142,8 @@ class Layers:
 
     def memory(self, name: str, forward: float, *, backward: float, launches: tuple[int, int] = (1, 1)) -> Part:
         """An operator that reads and writes so many bytes."""
-        if self.gpu.is_cpu:  # which computes in fp32, so that fewer bits take as long
-            forward, backward = (num_bytes * BYTES["fp32"] / self.itemsize for num_bytes in (forward, backward))
-        first, second = (memory_s(self.gpu, num_bytes) if num_bytes else 0.0 for num_bytes in (forward, backward))
+        wide = BYTES["fp32"] / self.itemsize if self.gpu.is_cpu else 1  # a CPU computes in fp32
+        first, second = (memory_s(self.gpu, size * wide) if size else 0.0 for size in (forward, backward))
         return Part(name, first, second, launches=(*launches, 0), num_bytes=forward)
 
     def paced(self, part: Part, *, is_graphed: bool = False) -> Part:
