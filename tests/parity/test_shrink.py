@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from math import lcm
 
 import pytest
 from hypothesis import assume, given, settings
@@ -23,7 +24,6 @@ from nanotrain.topology.topology import Topology
 from tests.config.asking import validate
 
 RECIPES = sorted(path.stem for path in (config_dir() / "config").glob("*.yaml"))
-OWN_WORLD = {"mixtral_8x7b": 32, "qwen3_30b_a3b": 16, "deepseek_v3": 1024}
 # Fields of the model section that are not sizes.
 UNCHANGED = (
     *("position_embedding_type", "rotary_base", "use_rope_scaling", "normalization", "norm_epsilon", "activation"),
@@ -62,7 +62,10 @@ def assert_valid_and_alike(config: Config, world: int) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_shrinks_for_its_own_layout(name: str) -> None:
-    assert_valid_and_alike(recipe(name), OWN_WORLD.get(name, 8))
+    parallel = recipe(name).parallel
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    experts = parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or tp)
+    assert_valid_and_alike(recipe(name), lcm(8, tp * parallel.context_parallel_size * pp, experts * pp))
 
 
 def layouts(draw: st.DrawFn, config: Config) -> Config:
@@ -195,5 +198,5 @@ def test_what_is_left_out_is_named_with_its_reason() -> None:
 
 
 def test_ranks_that_do_not_fit_the_layout_are_a_topology_error() -> None:
-    with pytest.raises(TopologyError, match="6 ranks cannot form tp=2 x cp=1 x pp=4"):
-        shrink(recipe("mixtral_8x7b"), 6, num_steps=1)
+    with pytest.raises(TopologyError, match="6 ranks cannot form tp=4 x cp=1 x pp=4"):
+        shrink(recipe("llama70b"), 6, num_steps=1)

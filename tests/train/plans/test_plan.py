@@ -129,7 +129,7 @@ def test_an_unknown_name_is_no_setting_without_effect():
 
 def test_a_layout_that_does_not_fit_the_ranks_is_refused():
     with pytest.raises(TopologyError):
-        plan_run(config_of("mixtral_8x7b", ""), 16, rank=0)
+        plan_run(config_of("mixtral_8x7b", ""), 8, rank=0)
 
 
 MOE = {"num_experts": 4, "moe_layer_freq": "2"}
