@@ -30,7 +30,7 @@ class RankRecord:
     setup: list[Call]  # of the build and of a first step of few microbatches
     step: list[Call]  # of the second step
     resident: int  # bytes allocated before the first step
-    peak: int  # largest number of bytes allocated
+    peak: int  # largest number of bytes allocated in a step
     saved: Mapping[TensorBox, int]  # bytes of what the rank writes into a checkpoint
     sent: Mapping[tuple[str, str], int]  # bytes of the second step by group and operation
 
@@ -74,7 +74,7 @@ def run_rank(plan: Plan, *, shapes: dict[Any, Any]) -> RankRecord:
         datasets = build_data(data, vocab_size=plan.shape.vocab_size, seed=0, required={"train"})
         inputs = RunInputs(RunFolder(Path(folder)), datasets)
         run = build_run(plan, inputs, context=context)
-        resident = recorder.allocated
+        resident = recorder.peak = recorder.allocated  # while it builds, initial values and buffers are both there
         starts = []
         for num_microbatches in (fewest, plan.num_microbatches):
             starts.append(len(recorder.calls))
