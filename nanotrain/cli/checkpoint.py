@@ -41,11 +41,11 @@ def diff(argv: Sequence[str]) -> int:
 
 
 def average(argv: Sequence[str]) -> int:
-    """Average the weights of checkpoints, oldest first; optimizer state is left out."""
+    """Average the weights of checkpoints, oldest first; the tokenizer stays, optimizer state is left out."""
     args = CommandParser("checkpoint average", average).parse_args(argv)
-    from nanotrain.checkpoint.rewrite import average as average_checkpoints
+    from nanotrain.inference.checkpoint import average_with_tokenizer
 
-    folder = average_checkpoints(args.paths, args.output, decay=args.ema_decay)
+    folder = average_with_tokenizer(args.paths, args.output, decay=args.ema_decay)
     print(f"{folder}: weights averaged over {count_of(len(args.paths), 'checkpoint')}")
     return 0
 

@@ -15,6 +15,7 @@ from nanotrain.checkpoint.compatibility import fit_padding, has_weights_alone, v
 from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.checkpoint.plan import plan_reads
 from nanotrain.checkpoint.read import read_chunks, read_global_tensors, require_tensor
+from nanotrain.checkpoint.rewrite import average
 from nanotrain.checkpoint.store import find_manifest
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
@@ -25,7 +26,7 @@ from nanotrain.data.build import first_blend, tokenizer_of, uses_quickstart
 from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.data_path import parse_data_path
 from nanotrain.data.token_format import idx_path
-from nanotrain.data.tokenizer import SETTINGS, VOCABULARY_FILES, Tokenizer, load_tokenizer
+from nanotrain.data.tokenizer import SETTINGS, VOCABULARY_FILES, Tokenizer, load_tokenizer, load_with_files
 from nanotrain.errors import CheckpointError, DataError
 from nanotrain.inference.generate import Generation, Sampling, encode_prompts, stream_texts
 from nanotrain.log import progress
@@ -151,19 +152,33 @@ def _build_shards(model_config: ModelConfig, context: ParallelContext, *, dtype:
 def tokenizer_name(checkpoint: OpenedCheckpoint) -> str | None:
     """The tokenizer of the run, as `load_tokenizer` takes it; None if unknown.
 
-    It is the one in the run folder. In a folder without one (of an older version) it is --tokenizer-model, else that of
-    the first corpus of --data-path, else that of the quick-start corpus.
+    It is the one in the run folder or beside an average. In a folder without one (of an older version) it is
+    --tokenizer-model, else that of the first corpus of --data-path, else that of the quick-start corpus.
     """
     data = checkpoint.config.data
     if checkpoint.manifest is None:
         return data.tokenizer_model
-    stored = RunFolder(checkpoint.path.parent.parent).tokenizer
-    if checkpoint.path.parent.name == "checkpoints" and (stored / SETTINGS).is_file():
+    stored = stored_tokenizer(checkpoint.path)
+    if stored is not None:
         return str(stored)
     if not uses_quickstart(data) or data.tokenizer_model:
         return tokenizer_of(data)
     prefix = find_quickstart(RunFolder(checkpoint.path.parent.parent).data, data.quickstart_vocab_size)
     return None if prefix is None else recorded_tokenizer(prefix)
+
+
+def stored_tokenizer(path: Path) -> Path | None:
+    """The folder with the tokenizer's files: of the run for a checkpoint of one, inside the folder of an average."""
+    folder = RunFolder(path.parent.parent if path.parent.name == "checkpoints" else path).tokenizer
+    return folder if (folder / SETTINGS).is_file() else None
+
+
+def average_with_tokenizer(paths: Sequence[Path], output: Path, *, decay: float | None = None) -> Path:
+    """Write the average of checkpoints, as `average` does, and the tokenizer of the last one's run."""
+    folder, stored = average(paths, output, decay=decay), stored_tokenizer(find_manifest(paths[-1])[0])
+    if stored is not None:
+        load_with_files(str(stored)).save(RunFolder(folder).tokenizer)
+    return folder
 
 
 def why_unknown(checkpoint: OpenedCheckpoint) -> str:

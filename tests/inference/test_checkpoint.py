@@ -11,8 +11,15 @@ from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.group import Group
 from nanotrain.config.config import Config
 from nanotrain.config.schema import config_from_dict, to_dict
+from nanotrain.data.tokenizer import load_with_files
 from nanotrain.errors import CheckpointError, DataError
-from nanotrain.inference.checkpoint import export_checkpoint, load_checkpoint, load_stage, open_checkpoint
+from nanotrain.inference.checkpoint import (
+    average_with_tokenizer,
+    export_checkpoint,
+    load_checkpoint,
+    load_stage,
+    open_checkpoint,
+)
 from nanotrain.inference.generate import Sampling
 from nanotrain.model.parameters import initialize
 from nanotrain.model.router_stats import expert_biases
@@ -95,6 +102,15 @@ def test_a_run_without_a_tokenizer_writes_no_text_unless_given_one(tmp_path):
     with pytest.raises(DataError, match="cannot be loaded"):
         load_checkpoint(tmp_path / "hf")
     assert load_checkpoint(str(tmp_path), tokenizer="bytes").generate("abc", num_tokens=2).startswith("abc")
+
+
+def test_an_average_keeps_the_tokenizer_of_its_run(tmp_path):
+    write_run(tmp_path / "run", tokenizer=None)
+    load_with_files("bytes").save(tmp_path / "run" / "tokenizer")
+    average_with_tokenizer([tmp_path / "run"], tmp_path / "mean")
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    average_with_tokenizer([tmp_path / "mean"], tmp_path / "again")
+    assert load_checkpoint(tmp_path / "again").generate("abc", num_tokens=2).startswith("abc")
 
 
 def test_the_exported_folder_holds_the_weights_without_padding(tmp_path):
