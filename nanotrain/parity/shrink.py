@@ -159,7 +159,14 @@ def left_out(config: Config) -> tuple[str, ...]:
     for reason, keys in LEFT_OUT.items():
         names = [key.rpartition(".")[2] for key in keys if values[key] != defaults[key]]
         lines += [f"{', '.join(names)}: {reason}"] if names else []
+    if config.model.moe is not None and _balances_two_microbatches(config.model.moe):
+        lines.append("aux_loss: one rank cannot balance microbatches of a rank and, for global_aux_loss, of all ranks")
     return tuple(lines)
+
+
+def _balances_two_microbatches(moe: MoEConfig) -> bool:
+    """Whether there is a loss over the microbatch of a rank beside one over that of all ranks."""
+    return {"aux_loss", "global_aux_loss"} <= set(moe.router_load_balancing_type)
 
 
 def shrink_model(config: Config, seq_length: int, *, num_layers: int) -> ModelConfig:
@@ -259,8 +266,13 @@ def shrink_experts(moe: MoEConfig, parallel: ParallelConfig, *, ffn_size: int) -
     )
     has_shared, has_own_width = moe.shared_expert_intermediate_size is not None, moe.ffn_hidden_size is not None
     width = _width(ffn_size, ranks=parallel.expert_tensor_parallel_size or tp)
+    losses = list(zip(moe.router_load_balancing_type, moe.aux_loss_coeff, strict=True))
+    if _balances_two_microbatches(moe):
+        losses = [(name, coeff) for name, coeff in losses if name != "aux_loss"]
     return replace(
         moe,
+        router_load_balancing_type=[name for name, _ in losses],
+        aux_loss_coeff=[coeff for _, coeff in losses],
         num_experts=num_experts,
         ffn_hidden_size=width if has_own_width else None,
         shared_expert_intermediate_size=_width(ffn_size, ranks=tp) if has_shared else None,

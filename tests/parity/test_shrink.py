@@ -197,6 +197,14 @@ def test_what_is_left_out_is_named_with_its_reason() -> None:
     assert any(name.endswith("clip_grad") for name in names)
 
 
+def test_of_losses_over_two_kinds_of_microbatches_one_is_left_out() -> None:
+    losses = ["--moe-router-load-balancing-type", "aux_loss", "global_aux_loss", "--moe-aux-loss-coeff", "0.1", "0.2"]
+    config = load(["+config=tiny_moe", *losses], to_train=False).config
+    moe = shrink(config, 2, num_steps=1).model.moe
+    assert moe is not None and (moe.router_load_balancing_type, moe.aux_loss_coeff) == (["global_aux_loss"], [0.2])
+    assert any(line.startswith("aux_loss: ") for line in left_out(config))
+
+
 def test_ranks_that_do_not_fit_the_layout_are_a_topology_error() -> None:
     with pytest.raises(TopologyError, match="6 ranks cannot form tp=4 x cp=1 x pp=4"):
         shrink(recipe("llama70b"), 6, num_steps=1)
