@@ -22,6 +22,7 @@ from torch import Tensor
 from nanotrain.attention.call import AttentionCall
 from nanotrain.attention.chunks import ScoreOptions
 from nanotrain.attention.tiles import on_device
+from nanotrain.kernels.compiler import inductor_fault
 
 BLOCK = 128  # queries and keys of a block, the default of FlexAttention
 
@@ -75,11 +76,12 @@ def _blocks(table: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @cache
 def _attend(device_type: str) -> Callable[..., Any]:
-    """FlexAttention: compiled on a GPU, where it is a kernel; the CPU writes out all scores and has no backward."""
+    """FlexAttention: compiled on a GPU; else it writes out all scores, and on a CPU it has no backward."""
     from torch.nn.attention.flex_attention import flex_attention
 
     attention: Any = flex_attention
-    return torch.compile(attention) if device_type == "cuda" else attention
+    is_compiled = device_type == "cuda" and not inductor_fault(device_type)
+    return torch.compile(attention) if is_compiled else attention
 
 
 class FlexKernel:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from nanotrain.attention.backends import AttentionChoice, AttentionDevice
 from nanotrain.checkpoint.checkpointer import Checkpointer
+from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.device import compute_capability
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
@@ -23,6 +24,7 @@ from nanotrain.config.notation import read_stages, stage_starts
 from nanotrain.data.batch import Batch
 from nanotrain.data.blend import BlendedDataset
 from nanotrain.data.loader import GlobalBatchLoader
+from nanotrain.kernels.compiler import inductor_fault, triton_fault
 from nanotrain.kernels.deferred_wgrad import WgradQueue
 from nanotrain.kernels.fp8.layer import fp8_options, layers_in_bf16
 from nanotrain.log import get_logger, progress
@@ -50,6 +52,7 @@ from nanotrain.train.plans.plan import BufferPlan, Plan, StagePlan
 from nanotrain.train.resume.restore import load_pretrained, restore
 from nanotrain.train.run import Run, RunInputs, StepSchedules, TrainState
 
+COMPILER = "install gcc and the headers of Python (python3-dev), and see that CC names a compiler"
 log = get_logger(__name__)
 
 
@@ -73,7 +76,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
         for stage in built.values():
             for dp in stage.callbacks:
                 dp.fill_params(partial(initialize, stage.module, seed=config.train.seed))
-    _transform_blocks(stages.values(), config, device_type=context.device.type)
+    _transform_blocks(stages.values(), config, context=context)
     optimizer = DistributedOptimizer(
         data_parallel,
         config.optim,
@@ -198,16 +201,33 @@ def _model_parallel(config: Config, context: ParallelContext, *, wgrad_queue: Wg
     )
 
 
-def _transform_blocks(stages: Iterable[Stage], config: Config, *, device_type: str) -> None:
+def _transform_blocks(stages: Iterable[Stage], config: Config, *, context: ParallelContext) -> None:
     """Recomputation, offload and compilation; the saved tensors of multi-token prediction stay on the device."""
-    if device_type == "cuda" or config.train.torch_compile is not None:
-        log.info("torch.compile: %s", describe_compile(config, device_type))
-    resolved = with_compile(config, device_type)
+    resolved = _with_compiler(config, context)
     for stage in stages:
         transform = partial(transform_blocks, config=resolved, recompute=stage.parallel.recompute)
         stage.layer_functions = transform(stage.layers.values())
         for layer in stage.mtp_layers:
             layer.block_functions = transform([layer.block], transforms=WITHOUT_OFFLOAD)
+
+
+def _with_compiler(config: Config, context: ParallelContext) -> Config:
+    """Whether blocks are compiled, which needs a compiler on every rank: eager blocks reduce in another order."""
+    device_type, control = context.device.type, context.control
+    resolved = with_compile(config, device_type)
+    if resolved.train.torch_compile and (fault := _first_fault(inductor_fault(device_type), control)):
+        log.warning("torch.compile: off, blocks run eagerly, as inductor cannot compile: %s; %s", fault, COMPILER)
+        resolved = replace(resolved, train=replace(resolved.train, torch_compile=False))
+    elif device_type == "cuda" or config.train.torch_compile is not None:
+        log.info("torch.compile: %s", describe_compile(config, device_type))
+    if device_type == "cuda" and (fault := triton_fault()):
+        log.warning("the loss runs torch's operators, as Triton cannot compile: %s; %s", fault, COMPILER)
+    return resolved
+
+
+def _first_fault(fault: str, control: Group) -> str:
+    """The fault of the first rank that has one; empty if none has."""
+    return next(filter(None, all_gather_object(fault, control)), "")
 
 
 def build_pipeline(plan: Plan, context: ParallelContext) -> Pipeline:

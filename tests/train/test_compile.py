@@ -16,9 +16,10 @@ from nanotrain.data.batch import Batch
 from nanotrain.memory import block_transforms
 from nanotrain.model.context import BatchContext
 from nanotrain.topology.topology import Topology
+from nanotrain.train import build
 from nanotrain.train.compile import describe_compile, graph_breaks, with_compile
 from tests.fake_world import fake_context
-from tests.harness import parallel_config
+from tests.harness import parallel_config, run_ranks
 from tests.laws.worlds import SEQ_LENGTH, VOCAB_SIZE, Case, build_here
 from tests.train.small_run import arguments, small_run, train
 
@@ -103,6 +104,26 @@ def test_the_page_counts_the_graphs_of_a_block(row, flags, model) -> None:  # de
     assert counted and graphs(flags, model) == tuple(map(int, counted.groups()))
 
 
+def test_without_a_compiler_blocks_run_eagerly_and_the_log_says_so(tmp_path, monkeypatch, logged) -> None:
+    def compile_nothing(*_: Any, **options: Any) -> Any:
+        raise AssertionError("no block is compiled")
+
+    monkeypatch.setattr(build, "inductor_fault", lambda device_type: "No working C++ compiler found")
+    monkeypatch.setattr(block_transforms.torch, "compile", compile_nothing)
+    with small_run(tmp_path, "--torch-compile", "--train-iters", "1") as run:
+        train(run)
+    (line,) = [line for line in logged if line.startswith("torch.compile")]
+    assert "off, blocks run eagerly, as inductor cannot compile: No working C++ compiler found; install gcc" in line
+
+
+def fault_of_rank(ctx: ParallelContext) -> str:
+    return build._first_fault("" if ctx.rank < 1 else f"rank {ctx.rank} has no gcc", ctx.control)
+
+
+def test_a_rank_without_a_compiler_lets_all_run_eagerly() -> None:
+    assert run_ranks(3, fault_of_rank) == ["rank 1 has no gcc"] * 3
+
+
 def test_all_layers_share_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs_made: list[Any] = []
 
@@ -111,6 +132,7 @@ def test_all_layers_share_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return graph
 
     torch._dynamo.reset()
+    monkeypatch.setattr(build, "inductor_fault", lambda device_type: "")
     monkeypatch.setattr(block_transforms.torch, "compile", partial(torch.compile, backend=backend))
     # more layers than graphs that torch makes of one function before it runs it eagerly
     num_layers = torch._dynamo.config.recompile_limit + 1

@@ -19,8 +19,6 @@ the log-sum-exp, 2 + 2 for the gradient in place. The kernel's module imports Tr
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ from torch import Tensor
 from nanotrain.comm.autograd import eager
 from nanotrain.comm.collectives import start_all_gather, start_all_reduce
 from nanotrain.comm.group import Group
+from nanotrain.kernels.compiler import triton_fault
 from nanotrain.kernels.linear import dgrad, grad_view_of, wgrad
 
 # Logits per chunk. On the CPU they stay in the cache (measured at V = 8192, H = 384, one core, against one chunk:
@@ -244,13 +243,8 @@ def softmax_gradient(logits: Tensor, *, column: Tensor, is_local: Tensor, combin
     Returns:
         [t] fp32, 0 where the label is not local; and [t, V], fp32 or in the memory of the logits.
     """
-    compute = _by_triton if logits.is_cuda and logits.dtype in TRITON_DTYPES and _has_triton() else _by_torch
+    compute = _by_triton if logits.is_cuda and logits.dtype in TRITON_DTYPES and not triton_fault() else _by_torch
     return compute(logits, column=column, is_local=is_local, combine=combine)
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None  # CUDA builds of torch install it
 
 
 def _by_torch(logits: Tensor, *, column: Tensor, is_local: Tensor, combine: Combine) -> tuple[Tensor, Tensor]:

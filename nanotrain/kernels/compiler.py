@@ -1,0 +1,45 @@
+"""Whether Triton and inductor can compile on this machine: each compiles and runs one small kernel, once per process.
+
+    triton_fault      why the kernels of this project cannot run; torch's operators then compute the same
+    inductor_fault    why torch.compile cannot generate code for a device; functions then run eagerly
+
+Both call a C compiler, for GPUs with the headers of Python (Python.h), which machines with a GPU often lack.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+MAX_REASON = 200  # characters of an error; a failed command is listed with all its arguments
+
+
+@cache
+def triton_fault() -> str:
+    """Why Triton cannot compile a kernel for the GPU; empty if it can."""
+    if find_spec("triton") is None:  # CUDA builds of torch install it
+        return "the package triton is not installed"
+    from nanotrain.kernels import triton_softmax
+
+    return _fault(lambda: triton_softmax.row_logsumexp(torch.ones(1, 2, device="cuda")))
+
+
+@cache
+def inductor_fault(device_type: str) -> str:
+    """Why torch.compile cannot generate code for a type of device; empty if it can."""
+    return _fault(lambda: torch.compile(_doubled)(torch.ones(2, device=device_type)))
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def _fault(run: Callable[[], Tensor]) -> str:
+    try:
+        run().tolist()
+    except Exception as error:  # of the compiler: each step has errors of its own
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return f"{type(error).__name__}: {lines[0] if lines else ''}"[:MAX_REASON]
+    return ""
