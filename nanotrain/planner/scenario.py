@@ -60,8 +60,8 @@ class Engine:
     kernel_factor: float = 1.0  # time of its operators relative to the best known
     # nodes of a run, or share of the memory, from which on a transfer takes so many seconds
     slow_transfer: tuple[float, float, float] | None = None
-    # nodes of a run without a pipeline from which on a microbatch waits for its tokens, and for how many seconds
-    slow_data: tuple[float, float] | None = None
+    # nodes from which on a run without a pipeline loses so many seconds per step, and the first of stall_s
+    slow_nodes: tuple[float, float] | None = None
     # time lost per collective and rank of tp: on the host while other nodes hold other pipeline ranks, and on the
     # device where the ranks of tp are on several nodes
     stall_s: tuple[float, float] = (0.0, 0.0)
@@ -189,10 +189,8 @@ def engines() -> dict[str, Engine]:
 
 
 def _engine(name: str, **row: Any) -> Engine:
-    pairs = {
-        key: tuple(map(float, row[key])) for key in ("loss_bytes", "link", "slow_transfer", "stall_s") if row.get(key)
-    }
-    return Engine(**row | pairs | {"name": name})
+    lists = {key: tuple(map(float, value)) for key, value in row.items() if isinstance(value, list)}
+    return Engine(**row | lists | {"name": name})
 
 
 def engine_of(name: str) -> Engine:

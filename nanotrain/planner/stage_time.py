@@ -7,7 +7,7 @@ Stages.times[stage][kind]    Streams of one action
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import inf, prod
 from typing import NamedTuple
 
 from nanotrain.memory.block_transforms import recomputed_groups
@@ -80,10 +80,17 @@ class Stages:
         """Host time of an action."""
         engine, sizes = self.scenario.engine, self.scenario.sizes
         seconds = streams.launches * engine.launch_s + streams.collectives * engine.collective_launch_s
-        if sizes["pp"] > 1 and self.scenario.world_size > self.scenario.machine.gpus_per_node:
+        if self.lost_s or (sizes["pp"] > 1 and self.scenario.world_size > self.scenario.machine.gpus_per_node):
             seconds += streams.collectives * sizes["tp"] ** STALL_GROWTH * engine.stall_s[0]
         seconds *= self.scenario.gpu.calibration.compute
         return seconds * (GRAPH_LAUNCHES if self.scenario.cuda_graphs else 1.0)
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds that a step without a pipeline loses on many nodes."""
+        nodes, seconds = self.scenario.engine.slow_nodes or (inf, 0.0)
+        is_slow = self.scenario.world_size >= nodes * self.scenario.machine.gpus_per_node
+        return seconds if is_slow and self.scenario.sizes["pp"] == 1 else 0.0
 
     def units(self, spec: StageSpec) -> list[Unit]:
         """The modules of a stage, in forward order."""

@@ -171,7 +171,7 @@ class StepClock:
             exposed={group: seconds for group, seconds in exposed.items() if seconds > 0},
             bubble=bubble,
             optimizer=max(end.update for end in ends),
-            data=number * self.data_s,
+            data=self.stages.lost_s,
             host=host,
         )
 
@@ -213,13 +213,6 @@ class StepClock:
         return Run(order, starts, ends, finish, waits)
 
     @property
-    def data_s(self) -> float:
-        """Seconds that a microbatch waits for its tokens, which are otherwise loaded ahead."""
-        slow = self.scenario.engine.slow_data
-        is_slow = slow and self.shape.num_ranks == 1 and self.num_nodes >= slow[0]
-        return slow[1] if slow and is_slow else 0.0
-
-    @property
     def num_nodes(self) -> float:
         """Nodes of the run."""
         return self.scenario.world_size / self.gpu.gpus_per_node
@@ -228,7 +221,7 @@ class StepClock:
     def transfer_s(self) -> float:
         """Seconds of a transfer of hidden states between neighbouring pipeline ranks."""
         slow, layers = self.scenario.engine.slow_transfer, self.stages.layers
-        if slow and (self.num_nodes >= slow[0] or self.memory_share >= slow[1]):
+        if slow and self.num_nodes > 1 and (self.num_nodes >= slow[0] or self.memory_share >= slow[1]):
             return slow[2]
         num_bytes = layers.outside * layers.width
         return collective_s(self.gpu, "p2p", num_bytes=num_bytes, ranks=self.scenario.ranks("pp")[:2])

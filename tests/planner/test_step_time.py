@@ -110,7 +110,14 @@ def test_a_pipeline_of_many_nodes_or_little_memory_can_wait_for_its_transfers() 
     fast, wide = (llama(size, engine="nanotron", pp=2, gbs=512) for size in (128, 512))
     assert predict_step(wide).exposed["pp"] > 20 * predict_step(fast).exposed["pp"]
     assert predict_step(fast, memory_share=0.9).exposed["pp"] > 20 * predict_step(fast).exposed["pp"]
-    assert [predict_step(llama(size, engine="nanotron", gbs=1024)).data > 0 for size in (256, 512)] == [False, True]
+    inside = llama(8, engine="nanotron", pp=2, gbs=512)
+    assert predict_step(inside, memory_share=0.9).total == predict_step(inside).total
+
+
+def test_without_a_pipeline_steps_on_many_nodes_lose_time_and_their_hosts_too() -> None:
+    few, many = (predict_step(llama(size, engine="nanotron", tp=8, gbs=size)) for size in (256, 512))
+    assert (few.data, many.data) == (0.0, 0.65)
+    assert many.host > few.host
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
