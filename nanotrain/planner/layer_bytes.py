@@ -135,7 +135,8 @@ class LayerBytes:
             return [Op(inputs + statistics + copies * output, inputs + 2 * output)]
         scores = self.tokens * heads * self.scenario.config.data.seq_length // self.cp * self.itemsize
         p = self.model.attention_dropout
-        kept = scores + (scores + self.dropout(p, scores) if p > 0 else 0)
+        kept = scores * (2 if "unfused softmax" in self.scenario.features else 1)
+        kept += scores + self.dropout(p, scores) if p > 0 else 0
         if "core_attn" in self.modules:
             return [Op(inputs, inputs + kept + scores)]
         return [Op(inputs + kept, 2 * scores + output)]

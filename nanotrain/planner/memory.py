@@ -151,8 +151,8 @@ def _state(scenario: Scenario, elements: tuple[int, int]) -> tuple[int, int, int
     # FSDP's shards are the main parameters themselves
     stored, main = (FP32, 0) if engine.name == "fsdp2" and level == 3 else (low, FP32 * (low < FP32))
     params = grads = optimizer = 0
-    for numel, axes in zip(elements, (("dp", "cp"), ("expert_dp",)), strict=True):
-        shards = prod(scenario.sizes[axis] for axis in axes)
+    for numel, name in zip(elements, ("dp_shard", "expert_dp_shard"), strict=True):
+        shards = len(scenario.ranks(name))
         params += numel * stored // (shards if level == 3 else 1)
         grads += numel * precision.main_grads.itemsize // shards if level > 1 else numel * precision.grads.itemsize
         grads += numel * low if engine.low_grads and low < FP32 else 0
@@ -185,8 +185,9 @@ def _estimated(scenario: Scenario, pp_index: int) -> MemoryEstimate:
     if "attention mask" in scenario.features:
         tokens += scenario.config.train.micro_batch_size * scenario.config.data.seq_length**2 // scenario.sizes["cp"]
     if "deferred wgrad of the head" in scenario.features and stages[-1].has_head:
-        logits = scenario.shape.padded_vocab_size // scenario.sizes["tp"] * layers.tokens * layers.itemsize
-        tokens += 2 * (logits + layers.inside)
+        columns = scenario.shape.padded_vocab_size // scenario.sizes["tp"] * layers.itemsize
+        tokens += 2 * (columns * layers.tokens + layers.inside)
+        tokens += columns * scenario.shape.hidden_size  # measured: a further tensor of the weight's shape
     params, grads, optimizer = _state(scenario, elements)
     estimate = MemoryEstimate(
         params=params,

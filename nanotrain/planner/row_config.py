@@ -114,6 +114,8 @@ def scenario_of_row(row: Row, *, engine: str | None = None) -> Scenario:
     Raises:
         NanotrainError: what is missing, or what cannot be formed.
     """
+    if kind := row.choice("not modelled", "flags"):
+        raise ConfigError(f"{kind} has no model")
     chosen = engine_of(engine or ("megatron" if row.has_flags else row.choice("engine") or ""))
     config, world_size = _config(row, chosen)
     if not row.text("precision"):

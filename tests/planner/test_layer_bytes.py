@@ -37,6 +37,13 @@ def test_written_scores_are_kept_with_their_dropout() -> None:
     assert dropped == kept(attention_backend="unfused") + scores + scores // 2
 
 
+def test_a_softmax_that_is_not_fused_is_kept_in_fp32() -> None:
+    fused = llama(8, attention_backend="unfused")
+    unfused = replace(fused, features=frozenset({"unfused softmax"}))
+    ops = [LayerBytes(scenario).block(0) for scenario in (fused, unfused)]
+    assert sum(op.saved for op in ops[1]) - sum(op.saved for op in ops[0]) == 32 * S * S * B * 2
+
+
 @pytest.mark.parametrize(("module", "less"), [("layernorm", 2 * S * H * 2), ("mlp", 3 * S * F * 2)])
 def test_recomputed_modules_are_not_kept(module: str, less: int) -> None:
     assert kept(recompute_granularity="selective", recompute_modules=[module]) == kept() - less

@@ -42,12 +42,15 @@ def test_megatrons_peak_is_what_runs_reported() -> None:
     """SimuMax reports the rank with the most, Megatron-LM's functional tests the last one, of a run on each GPU."""
     errors: dict[bool, list[float]] = {True: [], False: []}
     for cells in MEASURED:
+        if Row(cells).choice("not modelled", "flags"):
+            continue
         scenario, has_flags = scenario_of_row(Row(cells), engine="megatron"), bool(cells["flags"])
         estimate = memory_of_rank(scenario, scenario.sizes["pp"] - 1) if has_flags else estimate_memory(scenario)
         errors[has_flags].append(abs(estimate.total / int(cells["peak_bytes"]) - 1))
     assert max(errors[False]) < 0.01
-    # the rest: distillation, reinforcement learning, Megatron-FSDP, Muon, offloading and fp8, which are not modelled
-    assert sum(error < 0.02 for error in errors[True]) > 0.75 * len(errors[True])
+    # the rest: smaller workspaces of torch on Blackwell, which no flag says, buffers of tensor parallelism in 8 bits,
+    # and experts over tensor parallelism
+    assert sum(error < 0.02 for error in errors[True]) > 0.85 * len(errors[True])
     assert median(errors[True]) < 0.008
 
 

@@ -86,6 +86,8 @@ def test_flags_mean_the_last_rank() -> None:
     cells = DENSE | {"id": "1", "tp": "1", "vp": "", "flags": flags}
     (row,) = predict_rows([cells])
     assert "last pipeline rank" in row.note
+    (unknown,) = predict_rows([cells | {"flags": flags + " perform-rl-step"}])
+    assert unknown.note == "not modelled: reinforcement-learning has no model" and not unknown.memory_gib
 
 
 @pytest.mark.parametrize(
