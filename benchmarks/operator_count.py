@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from nanotrain.attention import sdpa
-from nanotrain.kernels import linear
-from nanotrain.model import transformer
+from nanotrain.kernels import linear, permute, triton_swiglu
+from nanotrain.model import activations, transformer
 from nanotrain.parallel.tp import loss as vocabulary_loss
 
 # Operators that allocate or look at a tensor and touch none of its memory.
@@ -153,6 +153,36 @@ class FusedOperators:
         work = _Work("elementwise", x.shape, 2 * x.nbytes, 5 * x.nbytes, backward_launches=2)
         return self._run(work, x, weight)
 
+    def permute_form(self) -> permute.PermuteForm:
+        """The kernels of triton_permute.py: every row read and written once."""
+
+        def of_shape(rows: int, like: Tensor, *read: Tensor) -> Tensor:
+            out = like.new_empty(rows, like.shape[1])
+            self._count.add("elementwise", num_bytes=out.nbytes + sum(tensor.nbytes for tensor in read))
+            return out
+
+        def spread(x: Tensor, order: Tensor, *, inverse: Tensor) -> Tensor:
+            return of_shape(len(order), x, x, inverse)
+
+        def combine(permuted: Tensor, inverse: Tensor, *, weights: Tensor | None) -> Tensor:
+            return of_shape(len(inverse), permuted, permuted, inverse)
+
+        def combine_backward(grad: Tensor, permuted: Tensor, **given: Tensor) -> tuple[Tensor, Tensor]:
+            rows = of_shape(len(permuted), permuted, permuted, grad, given["inverse"], given["weights"])
+            return rows, torch.empty_like(given["weights"])
+
+        return permute.PermuteForm(spread, combine, combine_backward)
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """The kernel of triton_swiglu.py."""
+        self._count.add("elementwise", num_bytes=3 * gate.nbytes)
+        return torch.empty_like(gate)
+
+    def swiglu_backward(self, grad: Tensor, *, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """Its backward."""
+        self._count.add("elementwise", num_bytes=5 * gate.nbytes)
+        return torch.empty_like(gate), torch.empty_like(up)
+
     def softmax_gradient(self, logits: Tensor, **given: Tensor | Any) -> tuple[Tensor, Tensor]:
         """One read for the log-sum-exp, then the gradient in place."""
         self._count.add("loss", num_bytes=logits.nbytes)
@@ -168,7 +198,8 @@ def on_meta(count: OperatorCount, *, has_triton: bool = True) -> Iterator[None]:
 
     Args:
         count: counter of the operators.
-        has_triton: count the Triton kernels of the loss and products added in fp32, not their plain forms.
+        has_triton: count the Triton kernels of loss, permutations and SwiGLU, and products added in fp32, not their
+            plain forms.
     """
     cross_entropy, fused = transformer.vocab_parallel_cross_entropy, FusedOperators(count)
 
@@ -188,4 +219,8 @@ def on_meta(count: OperatorCount, *, has_triton: bool = True) -> Iterator[None]:
         stack.enter_context(patch.dict(vocabulary_loss.CHUNK_ELEMENTS, chunk_elements))
         if has_triton:
             stack.enter_context(patch.object(vocabulary_loss, "softmax_gradient", fused.softmax_gradient))
+            stack.enter_context(patch.object(permute, "form_of", lambda _: fused.permute_form()))
+            stack.enter_context(patch.object(activations, "runs_triton", lambda _: True))
+            for name in ("swiglu", "swiglu_backward"):
+                stack.enter_context(patch.object(triton_swiglu, name, getattr(fused, name)))
         yield

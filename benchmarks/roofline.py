@@ -41,7 +41,7 @@ from nanotrain.errors import NanotrainError, report
 from nanotrain.memory.block_transforms import transform_blocks
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model import transformer
-from nanotrain.model.context import BatchContext, ModelParallel
+from nanotrain.model.context import BatchContext, LayerContext, ModelParallel
 from nanotrain.parallel.ep import token_dispatcher
 from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.parallel.pp.schedules import build_schedule
@@ -156,6 +156,24 @@ def budget_of(plan: Plan, card: Card, *, has_triton: bool = True) -> Budget:
         if name != "tp":  # of tp only what optimizers send; the rest was counted where it ran
             budget.send(plan.groups[name], num_bytes)  # type: ignore[index]
     return budget
+
+
+def moe_layer(plan: Plan, card: Card, *, has_triton: bool = True) -> str:
+    """The operators of one layer of experts in one microbatch, forward and backward, and the bytes they touch."""
+    budget = Budget(card, plan.config.precision.params_dtype)
+    count, train = OperatorCount(budget, times=1), plan.config.train
+    shape = (train.micro_batch_size, plan.config.data.seq_length, plan.shape.hidden_size)
+    hidden = torch.empty(shape, dtype=TORCH_DTYPES[budget.dtype], device="meta", requires_grad=True)
+    with _model_parallel(plan) as parallel:
+        spec, params = next((each.spec, each.params) for each in plan.stages if each.spec.layers)
+        layers = transformer.Stage(plan.config.model, spec, params=params, parallel=parallel).layers.values()
+        layer = next(block.mlp for block in layers if hasattr(block.mlp, "experts")).to("meta")
+        with on_meta(count, has_triton=has_triton), _even_routing(plan), count:
+            out = layer(hidden, LayerContext(aux_loss_scale=1.0))
+            out.backward(torch.empty_like(out))
+    launches = sum(cost.launches for cost in budget.costs.values())
+    moved = budget.costs["elementwise"]
+    return f"{launches} operators; all but products: {moved.num_bytes / 1e9:.1f} GB, {moved.seconds * 1e3:.1f} ms"
 
 
 def _count_microbatches(
@@ -301,6 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--card", choices=CARDS, default="H100")
     parser.add_argument("--torch-forms", action="store_true", help="count torch's operators alone")
     parser.add_argument("--world-size", type=int, default=1)
+    parser.add_argument("--moe-layer", action="store_true", help="count one layer of experts and microbatch alone")
     parser.add_argument("--rank", type=int, default=0, help="the rank that is counted; the last one has the loss")
     known, flags = parser.parse_known_args(arguments)
     if not any(flag.startswith("+config=") for flag in flags):
@@ -309,6 +328,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         plan = plan_run(load([*flags, "--mock-data"]).config, known.world_size, rank=known.rank)
     except NanotrainError as error:
         sys.exit(report(error))
+    if known.moe_layer:
+        print(moe_layer(plan, CARDS[known.card], has_triton=not known.torch_forms))
+        return
     budget = budget_of(plan, CARDS[known.card], has_triton=not known.torch_forms)
     train = plan.config.train
     print(f"{known.card}, {known.world_size} ranks, {plan.num_microbatches} microbatches per step and rank,", end=" ")

@@ -1,5 +1,6 @@
 """Whether Triton and inductor can compile on this machine: each compiles and runs one small kernel, once per process.
 
+    runs_triton       whether a tensor is one that the kernels of this project take, and they can run
     triton_fault      why the kernels of this project cannot run; torch's operators then compute the same
     inductor_fault    why torch.compile cannot generate code for a device; functions then run eagerly
 
@@ -14,6 +15,14 @@ import torch
 from torch import Tensor
 
 MAX_REASON = 200  # characters of an error; a failed command is listed with all its arguments
+
+
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether Triton kernels compute on a tensor; torch's operators do elsewhere."""
+    return x.is_cuda and x.dtype in TRITON_DTYPES and not triton_fault()
 
 
 @cache

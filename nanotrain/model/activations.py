@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanotrain.config.model import Activation, ModelConfig
+from nanotrain.kernels.compiler import runs_triton
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -63,8 +64,14 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
+def _kernels() -> Any:
+    from nanotrain.kernels import triton_swiglu  # imports Triton
+
+    return triton_swiglu
+
+
 class _SwiGLU(torch.autograd.Function):
-    """Keeps gate and up, and computes silu(gate) again, which autograd would also keep.
+    """Keeps gate and up, and computes silu(gate) again, which autograd would also keep; on GPUs in one kernel each.
 
     Measured on one core, 2048 x 1024, forward and backward: bf16 3.4 -> 4.3 ms, fp32 5.1 -> 4.9 ms.
     """
@@ -72,11 +79,14 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return _kernels().swiglu(gate, up) if runs_triton(gate) else F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
+        if runs_triton(gate):
+            grad_gate, grad_up = _kernels().swiglu_backward(grads[0], gate=gate, up=up)
+            return grad_gate, grad_up
         grad_silu = grads[0] * up
         grad_gate = torch.ops.aten.silu_backward.grad_input(grad_silu, gate, grad_input=grad_silu)
         return grad_gate, F.silu(gate).mul_(grads[0])

@@ -39,9 +39,11 @@ from torch import Tensor, nn
 from nanotrain.comm.collectives import all_gather_into, all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.config.model import LoadBalancing, MoEConfig, RouterScore
+from nanotrain.kernels.linear import adds_wider
+from nanotrain.kernels.permute import plan_permutation
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model.context import LayerContext
-from nanotrain.model.router_stats import RouterStats, StatefulModule
+from nanotrain.model.router_stats import RouterStats, StatefulModule, count_ids
 from nanotrain.parallel.ep.token_dispatcher import Routing
 
 _TINY = 1e-20  # avoids a division by zero where all scores underflow
@@ -99,8 +101,11 @@ class Router(StatefulModule):
         Returns:
             the routing of the B * S tokens.
         """
-        logits = F.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+        logits = router_logits(hidden, self.weight)
+        if self.bias is not None:
+            logits = logits + self.bias.float()
         scores = SCORES[self.moe.router_score_function](logits)
+        probabilities = scores if self.moe.router_score_function == "softmax" else normalize(scores)
         if self.moe.router_force_load_balancing:
             topk_ids = self._in_turn(logits, positions)
         else:
@@ -109,7 +114,7 @@ class Router(StatefulModule):
         is_training = self.training and torch.is_grad_enabled()
         if is_training:
             routing = Routing(topk_ids, topk_weights)
-            topk_weights = self._attach_losses(routing, logits, scores=scores, context=context)
+            topk_weights = self._attach_losses(routing, logits, probabilities=probabilities, context=context)
         kept_ids = topk_ids
         if self.moe.expert_capacity_factor is not None:
             kept_ids = drop_over_capacity(
@@ -119,9 +124,16 @@ class Router(StatefulModule):
                 positions=positions,
                 sequence=self.sequence,
             )
+        kept_ids = kept_ids.flatten(0, 1)
+        permutation = plan_permutation(kept_ids, self.num_experts)
         if self._counts and not context.is_padding:
-            self.stats.count(topk_ids, kept_ids=kept_ids, probabilities=_probabilities(scores.detach()))
-        return Routing(kept_ids.flatten(0, 1), topk_weights.flatten(0, 1))
+            if self.moe.expert_capacity_factor is None:
+                tokens_per_expert, num_dropped = permutation.tokens_per_expert, None
+            else:
+                tokens_per_expert = count_ids(topk_ids.flatten(), self.num_experts)
+                num_dropped = (kept_ids == self.num_experts).sum()
+            self.stats.count(tokens_per_expert, num_dropped=num_dropped, probabilities=probabilities.detach())
+        return Routing(kept_ids, topk_weights.flatten(0, 1), permutation)
 
     @property
     def _counts(self) -> bool:
@@ -161,10 +173,12 @@ class Router(StatefulModule):
             if not self.moe.router_pre_softmax:
                 weights = logits.gather(-1, topk_ids).softmax(dim=-1)
         elif self.moe.router_topk > 1:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
+            weights = normalize(weights)
         return weights * self.moe.router_topk_scaling_factor
 
-    def _attach_losses(self, routing: Routing, logits: Tensor, *, scores: Tensor, context: LayerContext) -> Tensor:
+    def _attach_losses(
+        self, routing: Routing, logits: Tensor, *, probabilities: Tensor, context: LayerContext
+    ) -> Tensor:
         """The weights, with the auxiliary losses attached; padding has none, but takes part in their collectives."""
         weights = routing.topk_weights
         length, scale = logits.shape[1] * self.sequence.size, context.aux_loss_scale
@@ -173,7 +187,6 @@ class Router(StatefulModule):
             best = routing.topk_ids if is_best else logits.detach().topk(self.moe.router_topk, dim=-1).indices
             tokens = count_tokens(best, num_experts=self.num_experts, sequence=self.sequence)
             tokens = torch.zeros_like(tokens) if context.is_padding else tokens
-            probabilities = _probabilities(scores)
         for index, (kind, coeff) in enumerate(self._balance):
             tokens_per_expert, num_sequences = self._scope(kind, tokens, length=length, context=context)
             if context.is_padding:
@@ -182,12 +195,12 @@ class Router(StatefulModule):
             loss = balance_loss(probabilities, tokens_per_expert, topk=self.moe.router_topk, num_tokens=num_tokens)
             if index == 0 and self._counts:  # the metric is that of the first loss
                 self.stats.aux_loss += loss.detach() * num_tokens
-            weights = attach_loss(weights, loss * (coeff * scale * num_sequences))
+            weights = attach_loss(weights, loss, scale=coeff * scale * num_sequences)
         if self.moe.z_loss_coeff > 0 and not context.is_padding:
             loss = z_loss(logits)
             if self._counts:
                 self.stats.z_loss += loss.detach()
-            weights = attach_loss(weights, loss * (self.moe.z_loss_coeff * scale / length))
+            weights = attach_loss(weights, loss, scale=self.moe.z_loss_coeff * scale / length)
         return weights
 
     def _scope(
@@ -209,9 +222,48 @@ class Router(StatefulModule):
         return counts, counts.sum() / (self.moe.router_topk * length)
 
 
-def _probabilities(scores: Tensor) -> Tensor:
-    """Scores normalized to sum to one; softmax scores already do."""
-    return scores / (scores.sum(dim=-1, keepdim=True) + _TINY)
+def router_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """[B, S, H], [E, H] -> [B, S, E] fp32; cuBLAS multiplies 16-bit inputs exactly and sums in fp32."""
+    if hidden.itemsize == 2 and adds_wider(hidden.device.type):
+        logits: Tensor = _RouterLogits.apply(hidden.flatten(0, 1), weight)
+        return logits.unflatten(0, hidden.shape[:2])
+    return F.linear(hidden.float(), weight.float())
+
+
+class _RouterLogits(torch.autograd.Function):
+    """Keeps the inputs as they are; the gradient has fp32 digits, so its products are in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.to(x.dtype).t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return (grads[0] @ weight.float()).to(x.dtype), (grads[0].t() @ x.float()).to(weight.dtype)
+
+
+def normalize(scores: Tensor) -> Tensor:
+    """Scores divided by their sum over the last dim."""
+    normalized: Tensor = _Normalize.apply(scores)
+    return normalized
+
+
+class _Normalize(torch.autograd.Function):
+    """Five operators backward instead of autograd's seven."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> Tensor:
+        total = scores.sum(dim=-1, keepdim=True).add_(_TINY)
+        ctx.save_for_backward(scores, total)
+        return scores / total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        scores, total = ctx.saved_tensors
+        along = (grads[0] * scores).sum(dim=-1, keepdim=True).div_(total)
+        return (grads[0] - along).div_(total)
 
 
 def _mask_groups(scores: Tensor, moe: MoEConfig) -> Tensor:
@@ -220,8 +272,8 @@ def _mask_groups(scores: Tensor, moe: MoEConfig) -> Tensor:
     grouped = scores.unflatten(-1, (num_groups, -1))
     num_summed = min(max(1, moe.router_topk // group_topk), grouped.shape[-1])
     best = grouped.topk(num_summed, dim=-1).values.sum(dim=-1).topk(group_topk, dim=-1).indices
-    is_best = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=scores.device).scatter_(-1, best, True)
-    return grouped.masked_fill(~is_best[..., None], float("-inf")).flatten(-2)
+    penalty = torch.full(grouped.shape[:-1], -torch.inf, device=scores.device).scatter_(-1, best, 0.0)
+    return (grouped + penalty[..., None]).flatten(-2)
 
 
 SCORES: dict[RouterScore, Callable[[Tensor], Tensor]] = {
@@ -266,22 +318,23 @@ def z_loss(logits: Tensor) -> Tensor:
     return logits.logsumexp(dim=-1).square().sum()
 
 
-def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """`x` unchanged; its backward pass also differentiates `loss`, with factor one."""
-    attached: Tensor = _AttachLoss.apply(x, loss)
+def attach_loss(x: Tensor, loss: Tensor, *, scale: float | Tensor) -> Tensor:
+    """`x` unchanged; its backward pass also differentiates `loss`, a scalar, times `scale`."""
+    attached: Tensor = _AttachLoss.apply(x, loss, scale)
     return attached
 
 
 class _AttachLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        ctx.save_for_backward(loss)
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
+        ctx.scale, ctx.dtype = scale, loss.dtype
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        (loss,) = ctx.saved_tensors
-        return grads[0], torch.ones_like(loss)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        if isinstance(ctx.scale, Tensor):
+            return grads[0], ctx.scale.to(ctx.dtype), None
+        return grads[0], torch.full((), ctx.scale, dtype=ctx.dtype, device=grads[0].device), None
 
 
 def expert_capacity(moe: MoEConfig, length: int) -> int:

@@ -57,17 +57,18 @@ class RouterStats(StatefulModule):
         self.register_buffer("microbatch_tokens", torch.zeros(num_experts), persistent=False)
 
     @torch.no_grad()
-    def count(self, topk_ids: Tensor, *, kept_ids: Tensor, probabilities: Tensor) -> None:
+    def count(self, tokens_per_expert: Tensor, *, num_dropped: Tensor | None, probabilities: Tensor) -> None:
         """Count a batch.
 
         Args:
-            topk_ids: [B, S, K] int64.
-            kept_ids: [B, S, K] int64, with E for dropped pairs.
+            tokens_per_expert: [E] int64, dropped pairs among them.
+            num_dropped: number of dropped pairs; None where none can be.
             probabilities: [B, S, E], summing to one per token.
         """
-        self.tokens_per_expert += count_ids(topk_ids.flatten(), len(self.tokens_per_expert))
+        self.tokens_per_expert += tokens_per_expert
         self.num_tokens += probabilities.shape[:-1].numel()
-        self.num_dropped += (kept_ids == len(self.tokens_per_expert)).sum()
+        if num_dropped is not None:
+            self.num_dropped += num_dropped
         # torch.special.entr would be compiled at run time on CUDA.
         self.entropy -= torch.xlogy(probabilities, probabilities).sum()
 

@@ -126,6 +126,16 @@ def test_ranks_share_the_products_of_experts(roofline: ModuleType, layout: list[
     assert budget.traffic["tp"].num_bytes > 0
 
 
+def test_a_layer_of_experts_has_few_operators(roofline: ModuleType) -> None:
+    flags = ["--num-experts=8", "--moe-router-topk=4", "--swiglu", "--moe-ffn-hidden-size=48", "--global-batch-size=8"]
+    flags += ["--moe-shared-expert-intermediate-size=48", "--moe-router-score-function=sigmoid"]
+    flags += ["--moe-router-num-groups=4", "--moe-router-group-topk=2", "--moe-router-enable-expert-bias"]
+    for ranks in (1, 2):
+        plan = plan_of(ranks, *flags, f"--expert-model-parallel-size={ranks}")
+        fused, plain = (roofline.moe_layer(plan, roofline.CARDS["H100"], has_triton=has) for has in (True, False))
+        assert int(fused.split()[0]) <= 110 < int(plain.split()[0])
+
+
 def test_recomputed_layers_run_again(roofline: ModuleType) -> None:
     flags = ["--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1"]
     plain, again = (roofline.budget_of(plan_of(1, *more), roofline.CARDS["H100"]) for more in ([], flags))

@@ -33,7 +33,7 @@ def test_the_loss_takes_torch_s_operators_where_triton_cannot_compile(monkeypatc
     for name in ("_by_torch", "_by_triton"):
         monkeypatch.setattr(loss, name, lambda logits, name=name, **_: name)
     for fault, expected in (("", "_by_triton"), ("no gcc", "_by_torch")):
-        monkeypatch.setattr(loss, "triton_fault", lambda fault=fault: fault)
+        monkeypatch.setattr(compiler, "triton_fault", lambda fault=fault: fault)
         assert loss.softmax_gradient(logits, column=None, is_local=None, combine=None) == expected
 
 

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles to machine code of Ampere and Hopper, with the arguments that its function passes.
+"""Every Triton kernel compiles for Ampere, Hopper and Blackwell, with the arguments that its function passes.
 
 Needs no GPU: Triton brings the assembler. Run with `pip install nanotrain[triton]` and without `TRITON_INTERPRET`.
 """
@@ -8,7 +8,8 @@ import os
 import pytest
 import torch
 
-from nanotrain.kernels import triton_softmax
+from nanotrain.kernels import triton_permute, triton_softmax, triton_swiglu
+from nanotrain.kernels.permute import plan_permutation
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles nothing with TRITON_INTERPRET=1", allow_module_level=True)
@@ -52,10 +53,17 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path, request) -> set[str]:
 
 
 @pytest.mark.filterwarnings("ignore")  # of Triton, about its own defaults
-@pytest.mark.parametrize("compiled", [80, 90], indirect=True)
+@pytest.mark.parametrize("compiled", [80, 90, 100], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_kernel_compiles(compiled: set[str], dtype: torch.dtype) -> None:
     logits, column = torch.randn(5, 1000).to(dtype), torch.zeros(5, 1, dtype=torch.int64)
     lse = triton_softmax.row_logsumexp(logits)
     triton_softmax.softmax_gradient_(logits, logsumexp=lse, column=column, is_local=torch.ones(5, 1))
-    assert compiled == {name for name, value in vars(triton_softmax).items() if isinstance(value, triton.JITFunction)}
+    plan, rows = plan_permutation(torch.tensor([[0, 1], [1, 2]]), 3), torch.randn(4, 1000).to(dtype)
+    triton_permute.spread(rows[:2], plan.order, inverse=plan.inverse)
+    triton_permute.combine(rows, plan.inverse, weights=None)
+    given = {"order": plan.order, "inverse": plan.inverse, "weights": torch.ones(2, 2)}
+    triton_permute.combine_backward(rows[:2], rows, **given)
+    triton_swiglu.swiglu_backward(rows, gate=rows, up=triton_swiglu.swiglu(rows, rows))
+    kernels = {**vars(triton_softmax), **vars(triton_permute), **vars(triton_swiglu)}
+    assert compiled == {name for name, value in kernels.items() if isinstance(value, triton.JITFunction)}

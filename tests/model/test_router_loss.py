@@ -60,9 +60,10 @@ def test_the_z_loss_is_the_squared_log_sum_exp() -> None:
     torch.testing.assert_close(z_loss(logits), torch.log(logits.exp().sum(-1)).square().sum())
 
 
-def test_a_joined_loss_is_differentiated_with_factor_one() -> None:
+@pytest.mark.parametrize("scale", [0.5, torch.tensor(0.5)])
+def test_a_joined_loss_is_differentiated_with_its_scale_alone(scale: float | torch.Tensor) -> None:
     x, weight = torch.randn(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
-    joined = attach_loss(x, weight.square())
+    joined = attach_loss(x, weight.square(), scale=scale)
     assert torch.equal(joined, x)
     (joined.sum() * 7).backward()
-    assert torch.equal(x.grad, torch.full((3,), 7.0)) and weight.grad.item() == 4.0
+    assert torch.equal(x.grad, torch.full((3,), 7.0)) and weight.grad.item() == 2.0

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanotrain.model.router_stats import RouterStats, routers_of
+from nanotrain.model.router_stats import RouterStats, count_ids, routers_of
 from nanotrain.train.parts.router_balance import router_metrics, update_expert_bias
 
 E = 4
@@ -20,7 +20,8 @@ class ToyRouter(nn.Module):
 def count(router, experts, *, kept=None):
     experts = torch.tensor(experts)
     probabilities = torch.full((*experts.shape[:-1], E), 1 / E)
-    router.stats.count(experts, kept_ids=experts if kept is None else torch.tensor(kept), probabilities=probabilities)
+    num_dropped = None if kept is None else (torch.tensor(kept) == E).sum()
+    router.stats.count(count_ids(experts.flatten(), E), num_dropped=num_dropped, probabilities=probabilities)
 
 
 def test_metrics_are_ratios_of_what_was_counted():

@@ -11,28 +11,21 @@
     experts      grouped matrix products
     ... and back in reverse, with a reduce-scatter over etp
 
-    topk_ids (T=2, K=2)   [[2, 0], [0, 1]]
-    permuted              expert 0 | expert 0 | expert 1 | expert 2
-      order               pair 1   | pair 2   | pair 3   | pair 0     (pair // K is the token)
-    inverse               [[3, 0], [1, 2]]                            the position of each pair
-
-Forward and backward of a permutation only gather by index: a scatter-add on CUDA would sum in a different order at
-every run. Sums over the experts of a token are in fp32.
+kernels/permute.py has the permutations.
 
 T tokens of this rank   K experts per token   E experts   P permuted tokens   H hidden
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanotrain.comm.all_to_all import all_to_all, start_all_to_all
 from nanotrain.comm.collectives import all_gather_into
 from nanotrain.comm.group import Group
+from nanotrain.kernels.permute import Permutation, inverse_of, permute, plan_permutation, reorder, unpermute
 
 # Runs the local experts: permuted tokens [P, H], and offs [local experts] int32, the end of each expert's tokens.
 RunExperts = Callable[[Tensor, Tensor], Tensor]
@@ -44,6 +37,7 @@ class Routing:
 
     topk_ids: Tensor  # [T, K] int64; the number of experts marks a dropped pair
     topk_weights: Tensor  # [T, K] fp32, the factors of the expert outputs
+    permutation: Permutation | None = None  # of the pairs; None: not planned yet
 
 
 def build_token_dispatcher(
@@ -64,9 +58,9 @@ class LocalTokenDispatcher:
 
     def __call__(self, x: Tensor, routing: Routing, *, run_experts: RunExperts) -> Tensor:
         """[T, H] -> [T, H]: the weighted sum of the expert outputs of every token."""
-        permutation = plan_permutation(routing.topk_ids, self._num_experts)
+        permutation = routing.permutation or plan_permutation(routing.topk_ids, self._num_experts)
         permuted = permute(x, permutation, num_permuted=routing.topk_ids.numel())
-        permuted = run_experts(permuted, _offs(permutation.tokens_per_expert))
+        permuted = run_experts(permuted, permutation.offs)
         return unpermute(permuted, permutation, topk_weights=routing.topk_weights)
 
 
@@ -81,15 +75,16 @@ class AllToAllTokenDispatcher:
 
     def __call__(self, x: Tensor, routing: Routing, *, run_experts: RunExperts) -> Tensor:
         """[T, H] -> [T, H], as `LocalTokenDispatcher`."""
-        permutation = plan_permutation(routing.topk_ids, self._num_experts)
+        permutation = routing.permutation or plan_permutation(routing.topk_ids, self._num_experts)
         splits = self._exchange_counts(permutation.tokens_per_expert)
         permuted = permute(x, permutation, num_permuted=sum(splits.ep_inputs))
         permuted = all_to_all(permuted, self._ep, input_splits=splits.ep_inputs, output_splits=splits.ep_outputs)
         permuted = _all_gather(permuted, self._etp, splits=splits.etp)
         order = _expert_order(splits.tokens_per_expert, num_permuted=sum(splits.etp))
-        permuted = reorder(permuted, order)
+        inverse = inverse_of(order)
+        permuted = reorder(permuted, order, inverse=inverse)
         permuted = run_experts(permuted, _offs(splits.tokens_per_expert.sum(0)))
-        permuted = reorder(permuted, inverse_of(order))
+        permuted = reorder(permuted, inverse, inverse=order)
         permuted = _reduce_scatter(permuted, self._etp, splits=splits.etp)
         permuted = all_to_all(permuted, self._ep, input_splits=splits.ep_outputs, output_splits=splits.ep_inputs)
         return unpermute(permuted, permutation, topk_weights=routing.topk_weights)
@@ -141,108 +136,9 @@ def _reduce_scatter(permuted: Tensor, group: Group, *, splits: list[int]) -> Ten
 
 def _expert_order(tokens_per_expert: Tensor, *, num_permuted: int) -> Tensor:
     """The order [P] int64 that sorts by expert what is sorted by source rank, then expert."""
-    num_sources, num_experts = tokens_per_expert.shape
-    experts = torch.arange(num_experts, device=tokens_per_expert.device).repeat(num_sources)
-    return experts.repeat_interleave(tokens_per_expert.flatten(), output_size=num_permuted).argsort(stable=True)
+    blocks = torch.repeat_interleave(tokens_per_expert.flatten(), output_size=num_permuted)
+    return (blocks % tokens_per_expert.shape[1]).argsort(stable=True)
 
 
 def _offs(tokens_per_expert: Tensor) -> Tensor:
-    return tokens_per_expert.cumsum(0).to(torch.int32)
-
-
-@dataclass(frozen=True)
-class Permutation:
-    """The order of the (token, expert) pairs of a batch."""
-
-    order: Tensor  # [T * K] int64, the pair at each position; dropped pairs last
-    inverse: Tensor  # [T, K] int64, the position of each pair
-    tokens_per_expert: Tensor  # [E] int64
-
-
-def plan_permutation(topk_ids: Tensor, num_experts: int) -> Permutation:
-    """Sort the pairs of topk_ids [T, K] int64 by expert; the sort is stable and `num_experts` marks a dropped pair."""
-    flat = topk_ids.flatten()
-    order = flat.argsort(stable=True)
-    counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))
-    return Permutation(order, inverse_of(order).view_as(topk_ids), counts[:num_experts])
-
-
-def inverse_of(order: Tensor) -> Tensor:
-    """The inverse of a permutation [n] int64.
-
-    >>> inverse_of(torch.tensor([2, 0, 1])).tolist()
-    [1, 2, 0]
-    """
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-
-
-def permute(x: Tensor, permutation: Permutation, *, num_permuted: int) -> Tensor:
-    """[T, H] -> [P, H]; `num_permuted` is P, either all pairs or those that are not dropped."""
-    permuted: Tensor = _Permute.apply(x, permutation.order[:num_permuted], permutation.inverse)
-    return permuted
-
-
-def reorder(permuted: Tensor, order: Tensor) -> Tensor:
-    """[P, H] in the order of a permutation [P] int64."""
-    reordered: Tensor = _Permute.apply(permuted, order, inverse_of(order)[:, None])
-    return reordered
-
-
-def unpermute(permuted: Tensor, permutation: Permutation, *, topk_weights: Tensor) -> Tensor:
-    """The expert outputs of each token, weighted and summed in fp32.
-
-    Args:
-        permuted: [P, H]; P is all pairs or those that are not dropped. Dropped pairs must be zero.
-        permutation: the one of `permute`.
-        topk_weights: [T, K] fp32.
-
-    Returns:
-        [T, H] in the dtype of `permuted`.
-    """
-    out: Tensor = _Unpermute.apply(permuted, topk_weights, permutation.order[: len(permuted)], permutation.inverse)
-    return out
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, order // inverse.shape[1])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        selected = _select(grads[0], inverse)
-        total = next(selected)
-        if inverse.shape[1] > 1:
-            total = total.float()
-        for grad in selected:
-            total += grad
-        return total.to(grads[0].dtype), None, None
-
-
-class _Unpermute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, permuted: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(permuted, weights, order, inverse)
-        selected = _select(permuted, inverse)
-        total = next(selected) * weights[:, :1]
-        for output, weight in zip(selected, weights.unbind(1)[1:], strict=True):
-            total += output * weight[:, None]
-        return total.to(permuted.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        permuted, weights, order, inverse = ctx.saved_tensors
-        grad = grads[0]
-        grad_permuted = grad.index_select(0, order // inverse.shape[1]) * weights.flatten()[order, None]
-        grad_weights = [(output * grad.float()).sum(-1) for output in _select(permuted, inverse)]
-        return grad_permuted.to(permuted.dtype), torch.stack(grad_weights, dim=1), None, None
-
-
-def _select(permuted: Tensor, inverse: Tensor) -> Iterator[Tensor]:
-    """[T, H] for each k: the permuted tokens of every token's k-th expert, zeros for dropped pairs."""
-    if len(permuted) < inverse.numel():
-        permuted, inverse = F.pad(permuted, (0, 0, 0, 1)), inverse.clamp(max=len(permuted))
-    for positions in inverse.unbind(1):
-        yield permuted.index_select(0, positions)
+    return tokens_per_expert.cumsum(0, dtype=torch.int32)

@@ -28,7 +28,7 @@ from torch import Tensor
 from nanotrain.comm.autograd import eager
 from nanotrain.comm.collectives import start_all_gather, start_all_reduce
 from nanotrain.comm.group import Group
-from nanotrain.kernels.compiler import triton_fault
+from nanotrain.kernels.compiler import runs_triton
 from nanotrain.kernels.linear import dgrad, grad_view_of, wgrad
 
 # Logits per chunk. On the CPU they stay in the cache (measured at V = 8192, H = 384, one core, against one chunk:
@@ -38,7 +38,6 @@ CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
 MIN_CHUNK_TOKENS = 256
 
 
-TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # from which the kernels compute, in fp32
 Combine = Callable[[Tensor], Tensor]  # [t, 1] log-sum-exp of the local columns -> that of all ranks
 
 
@@ -243,7 +242,7 @@ def softmax_gradient(logits: Tensor, *, column: Tensor, is_local: Tensor, combin
     Returns:
         [t] fp32, 0 where the label is not local; and [t, V], fp32 or in the memory of the logits.
     """
-    compute = _by_triton if logits.is_cuda and logits.dtype in TRITON_DTYPES and not triton_fault() else _by_torch
+    compute = _by_triton if runs_triton(logits) else _by_torch
     return compute(logits, column=column, is_local=is_local, combine=combine)
 
 

@@ -222,10 +222,11 @@ class Activations:
         assert moe is not None, "callers check it"
         if "moe" in modules:
             return keeps_normed * self.outside * self.width
-        routed, is_low = self.tokens // self.tp, self.itemsize < FP32  # each tp rank routes a slice of the sequence
+        routed = self.tokens // self.tp  # each tp rank routes a slice of the sequence
+        is_low = self.itemsize < FP32 and self.device == "cpu"  # a GPU multiplies 16-bit tokens into fp32
         is_copied = is_low or (self.tp > 1 and not self.sequence_parallel)  # by the router, which keeps the copy
-        router_input = (keeps_normed or is_copied) * self.shape.hidden_size
-        router = routed * (ROUTER_TENSORS * moe.num_experts + router_input) * FP32
+        router_input = (keeps_normed or is_copied) * self.shape.hidden_size * (FP32 if is_low else self.itemsize)
+        router = routed * (ROUTER_TENSORS * moe.num_experts * FP32 + router_input)
         router += is_low * moe.num_experts * self.shape.hidden_size * FP32
         num_inner = (1 + self.shape.is_gated) if "moe_act" in modules else self._num_inner()
         inner = self.shape.moe_ffn_size // self.etp * num_inner * self.itemsize

@@ -31,7 +31,7 @@ from nanotrain.topology.groups import GroupName
 from nanotrain.train.plans.plan import BufferPlan, Plan, StagePlan
 
 Key = tuple[str, str]  # group, operation
-COUNT_BYTES = 8  # token counts are int64
+COUNT_BYTES = 4  # token counts are int32
 TOKEN_TRIPS = 4  # dispatch and combine, forward and backward
 
 

@@ -1,0 +1,175 @@
+"""Permutation of tokens into the order of their experts, and the weighted sum back.
+
+    plan_permutation   the positions of the (token, expert) pairs, sorted by expert
+    permute            tokens to their positions
+    reorder            the same for rows that have one position each
+    unpermute          the rows of each token, weighted and summed
+    FORMS              the products of a device: torch's operators, or one Triton kernel each (triton_permute.py)
+
+    topk_ids (T=2, K=2)   [[2, 0], [0, 1]]
+    permuted              expert 0 | expert 0 | expert 1 | expert 2
+      order               pair 1   | pair 2   | pair 3   | pair 0     (pair // K is the token)
+    inverse               [[3, 0], [1, 2]]                            the position of each pair
+
+torch's forms only gather by index, forward and backward: a scatter-add on CUDA would sum in a different order at every
+run. Triton's write every row once, and sum in the order of k. Sums over the experts of a token are in fp32.
+
+    T tokens   K experts per token   E experts   P permuted tokens   H hidden
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanotrain.kernels.compiler import runs_triton
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """The order of the (token, expert) pairs of a batch."""
+
+    order: Tensor  # [T * K] int64, the pair at each position; dropped pairs last
+    inverse: Tensor  # [T, K] int64, the position of each pair
+    bounds: Tensor  # [E + 1] int32, zero and the end of each expert's pairs
+
+    @property
+    def offs(self) -> Tensor:
+        """[E] int32, the end of each expert's pairs."""
+        return self.bounds[1:]
+
+    @cached_property
+    def tokens_per_expert(self) -> Tensor:
+        """[E] int32."""
+        return self.bounds.diff()
+
+
+def plan_permutation(topk_ids: Tensor, num_experts: int) -> Permutation:
+    """Sort the pairs of topk_ids [T, K] int64 by expert; the sort is stable and `num_experts` marks a dropped pair."""
+    experts, order = topk_ids.flatten().sort(stable=True)
+    numbers = torch.arange(-1, num_experts, device=experts.device)
+    bounds = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+    return Permutation(order, inverse_of(order).view_as(topk_ids), bounds)
+
+
+def inverse_of(order: Tensor) -> Tensor:
+    """The inverse of a permutation [n] int64.
+
+    >>> inverse_of(torch.tensor([2, 0, 1])).tolist()
+    [1, 2, 0]
+    """
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def permute(x: Tensor, permutation: Permutation, *, num_permuted: int) -> Tensor:
+    """[T, H] -> [P, H]; `num_permuted` is P, either all pairs or those that are not dropped."""
+    permuted: Tensor = _Permute.apply(x, permutation.order[:num_permuted], permutation.inverse)
+    return permuted
+
+
+def reorder(permuted: Tensor, order: Tensor, *, inverse: Tensor) -> Tensor:
+    """[P, H] in the order of a permutation [P] int64, of which `inverse` is the inverse."""
+    reordered: Tensor = _Permute.apply(permuted, order, inverse[:, None])
+    return reordered
+
+
+def unpermute(permuted: Tensor, permutation: Permutation, *, topk_weights: Tensor) -> Tensor:
+    """The expert outputs of each token, weighted and summed in fp32.
+
+    Args:
+        permuted: [P, H]; P is all pairs or those that are not dropped. Dropped pairs must be zero.
+        permutation: the one of `permute`.
+        topk_weights: [T, K] fp32.
+
+    Returns:
+        [T, H] in the dtype of `permuted`.
+    """
+    out: Tensor = _Unpermute.apply(permuted, topk_weights, permutation.order[: len(permuted)], permutation.inverse)
+    return out
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return form_of(x).spread(x, order, inverse=inverse)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return form_of(grads[0]).combine(grads[0], inverse, weights=None), None, None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, permuted: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(permuted, weights, order, inverse)
+        return form_of(permuted).combine(permuted, inverse, weights=weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        permuted, weights, order, inverse = ctx.saved_tensors
+        found = form_of(permuted).combine_backward(grads[0], permuted, order=order, inverse=inverse, weights=weights)
+        return *found, None, None
+
+
+@dataclass(frozen=True)
+class PermuteForm:
+    """The products of a permutation, on tokens and rows of P permuted tokens."""
+
+    spread: Callable[..., Tensor]  # [T, H] -> [P, H]
+    combine: Callable[..., Tensor]  # [P, H], with weights [T, K] fp32 or without -> [T, H]; dropped pairs add nothing
+    combine_backward: Callable[..., tuple[Tensor, Tensor]]  # of [T, H]: gradients [P, H] and [T, K] of rows and weights
+
+
+def _spread(x: Tensor, order: Tensor, *, inverse: Tensor) -> Tensor:
+    return x.index_select(0, order // inverse.shape[1])
+
+
+def _combine(permuted: Tensor, inverse: Tensor, *, weights: Tensor | None) -> Tensor:
+    selected = _select(permuted, inverse)
+    total = next(selected)
+    if weights is not None:
+        total = total * weights[:, :1]
+        selected = (rows * weight[:, None] for rows, weight in zip(selected, weights.unbind(1)[1:], strict=True))
+    elif inverse.shape[1] > 1:
+        total = total.float()
+    for rows in selected:
+        total += rows
+    return total.to(permuted.dtype)
+
+
+def _combine_backward(
+    grad: Tensor, permuted: Tensor, *, order: Tensor, inverse: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    grad_permuted = grad.index_select(0, order // inverse.shape[1]) * weights.flatten()[order, None]
+    grad_weights = [(rows * grad.float()).sum(-1) for rows in _select(permuted, inverse)]
+    return grad_permuted.to(permuted.dtype), torch.stack(grad_weights, dim=1)
+
+
+def _select(permuted: Tensor, inverse: Tensor) -> Iterator[Tensor]:
+    """[T, H] for each k: the permuted tokens of every token's k-th expert, zeros for dropped pairs."""
+    if len(permuted) < inverse.numel():
+        permuted, inverse = F.pad(permuted, (0, 0, 0, 1)), inverse.clamp(max=len(permuted))
+    for positions in inverse.unbind(1):
+        yield permuted.index_select(0, positions)
+
+
+TORCH_FORM = PermuteForm(_spread, _combine, _combine_backward)
+
+
+def form_of(x: Tensor) -> PermuteForm:
+    """The products for tokens like `x`: Triton's on GPUs, torch's elsewhere."""
+    return triton_form() if runs_triton(x) else TORCH_FORM
+
+
+@cache
+def triton_form() -> PermuteForm:
+    """One kernel per product."""
+    from nanotrain.kernels import triton_permute as kernels
+
+    return PermuteForm(kernels.spread, kernels.combine, kernels.combine_backward)
