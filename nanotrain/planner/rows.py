@@ -15,7 +15,6 @@ from nanotrain.planner.prediction import Prediction, predict
 from nanotrain.planner.row_config import Row, scenario_of_row
 from nanotrain.planner.scenario import engine_of
 
-COLUMNS = ("id", "fits", "memory_gib", "step_time_s", "tokens_per_s_per_gpu", "mfu", "note")
 CHOICES = {  # of cells that a row leaves open
     "mbs": ("1", "2", "4", "8"),
     "vp": ("1", "2", "4"),
@@ -34,6 +33,9 @@ class RowPrediction(NamedTuple):
     tokens_per_s_per_gpu: str = ""
     mfu: str = ""
     note: str = ""
+
+
+COLUMNS = RowPrediction._fields
 
 
 def read_table(path: Path) -> list[dict[str, str]]:
@@ -129,28 +131,18 @@ def _best(cells: dict[str, str], *, engine: str | None) -> tuple[Prediction, lis
     return max(found, key=lambda each: (each[0].memory.fits, each[0].time.tokens_per_s_per_gpu))
 
 
-def write_rows(path: Path, predictions: Iterable[RowPrediction]) -> int:
-    """Write predictions as TSV.
-
-    Returns:
-        The number of rows that could be modelled.
+def run_rows(table: Path, output: Path, *, engine: str | None = None) -> str:
+    """Predict a table and write the predictions as TSV; returns a line that says how many rows were modelled.
 
     Raises:
-        ConfigError: a file that cannot be written.
+        ConfigError: a file that cannot be read or written, or an unknown engine.
     """
-    written = list(predictions)
-    lines = ["\t".join(COLUMNS), *("\t".join(row) for row in written)]
-    try:
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}", why=error.strerror or "", fix="choose another --output") from None
-    return sum(bool(row.memory_gib) for row in written)
-
-
-def run_rows(table: Path, output: Path, *, engine: str | None = None) -> str:
-    """Predict a table and write the predictions; returns a line that says how many rows were modelled."""
     if engine is not None:
         engine_of(engine)
-    rows = read_table(table)
-    modelled = write_rows(output, predict_rows(rows, engine=engine))
-    return f"{modelled} of {len(rows)} rows predicted, written to {output}"
+    predictions = list(predict_rows(read_table(table), engine=engine))
+    try:
+        output.write_text("".join("\t".join(line) + "\n" for line in (COLUMNS, *predictions)), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}", why=error.strerror or "", fix="choose another --output") from None
+    modelled = sum(bool(row.memory_gib) for row in predictions)
+    return f"{modelled} of {len(predictions)} rows predicted, written to {output}"
