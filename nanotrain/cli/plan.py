@@ -10,12 +10,13 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanotrain.cli.parser import CommandParser
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
 from nanotrain.errors import ConfigError
+from nanotrain.system import importing_torch
 
 if TYPE_CHECKING:
     from nanotrain.planner.hardware import GPU
@@ -29,54 +30,42 @@ def plan(argv: Sequence[str]) -> int:
         parser.error("--rows FILE.tsv and --output OUT.tsv belong together")
     if (args.rows is None) == (args.world_size is None):
         parser.error("give --world-size N, or --rows FILE.tsv --output OUT.tsv")
-    if args.rows is not None:
-        if rest:
-            parser.error(f"--rows takes every setting from the table: leave out {rest[0]}")
+    if args.rows is not None and rest:
+        parser.error(f"--rows takes every setting from the table: leave out {rest[0]}")
+    with importing_torch():
         from nanotrain.planner.rows import run_rows
 
+    if args.rows is not None:
         print(run_rows(args.rows, args.output, engine=args.engine))
         return 0
-    line = parse(rest)
-    loaded = load_line(line)
+    loaded = load_line(parse(rest))
     if loaded.config.model.vocab_size is None:
         raise ConfigError("the vocabulary size is not set", why="no data is read", fix="set --vocab-size")
-    print(_search(args, loaded, command=" ".join(rest)) if args.search else _predict(args, loaded))
+    found = (_search if args.search else _predict)(args, loaded, command=f"nanotrain train {' '.join(rest)}")
+    print(json.dumps(found, indent=2) if args.json else found)
     return 0
 
 
-def _predict(args: argparse.Namespace, loaded: Loaded) -> str:
-    """The screen of one layout, or its JSON."""
+def _predict(args: argparse.Namespace, loaded: Loaded, *, command: str) -> Any:
+    """The screen of one layout, or its values."""
     from nanotrain.planner.explain import explain
     from nanotrain.planner.prediction import predict
     from nanotrain.planner.scenario import scenario_of
-    from nanotrain.planner.screen import Training, as_json, draw, screen
+    from nanotrain.planner.screen import as_values, draw, screen
     from nanotrain.planner.search import next_change
 
     prediction = predict(scenario_of(loaded.config, args.world_size, gpu=_gpu(args), engine=args.engine or "nanotrain"))
     if args.png:
         draw(prediction, args.png)
-    training = Training.of(prediction, args.train_tokens) if args.train_tokens else None
     if args.json:
-        return json.dumps(as_json(prediction, training=training), indent=2)
-    text = screen(prediction, training=training, change=next_change(prediction))
+        return as_values(prediction, tokens=args.train_tokens)
+    text = screen(prediction, tokens=args.train_tokens, change=next_change(prediction))
     return f"{text}\n\n{explain(prediction)}" if args.explain else text
 
 
-def _gpu(args: argparse.Namespace) -> "GPU":
-    """The GPU, with the speed that runs had on it where --calibrate names some."""
-    from nanotrain.planner.hardware import gpu_of
-
-    gpu = gpu_of(args.gpu)
-    if not args.calibrate:
-        return gpu
-    from nanotrain.planner.calibrate import calibrate, measured
-
-    return replace(gpu, calibration=calibrate([measured(run, gpu=gpu) for run in args.calibrate]))
-
-
-def _search(args: argparse.Namespace, loaded: Loaded, *, command: str) -> str:
-    """The fastest layouts and the command line of the first."""
-    from nanotrain.planner.screen import as_json, search_text
+def _search(args: argparse.Namespace, loaded: Loaded, *, command: str) -> Any:
+    """The fastest layouts and the command line of the first, or their values."""
+    from nanotrain.planner.screen import as_values, search_text
     from nanotrain.planner.search import search
 
     result = search(
@@ -88,7 +77,17 @@ def _search(args: argparse.Namespace, loaded: Loaded, *, command: str) -> str:
         max_tensor_parallel_size=args.max_tensor_parallel_size,
     )
     if args.json:
-        return json.dumps(
-            [{"settings": dict(each.values), **as_json(each.prediction)} for each in result.best], indent=2
-        )
-    return search_text(result, loaded.config, command=f"nanotrain train {command}")
+        return [{"settings": dict(each.values), **as_values(each.prediction)} for each in result.best]
+    return search_text(result, loaded.config, command=command)
+
+
+def _gpu(args: argparse.Namespace) -> "GPU":
+    """The GPU, with the speed that runs had on it where --calibrate names some."""
+    from nanotrain.planner.hardware import gpu_of
+
+    gpu = gpu_of(args.gpu)
+    if args.calibrate:
+        from nanotrain.planner.calibrate import calibrate, measured
+
+        gpu = replace(gpu, calibration=calibrate([measured(run, gpu=gpu) for run in args.calibrate]))
+    return gpu

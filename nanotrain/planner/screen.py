@@ -1,13 +1,11 @@
 """What `nanotrain plan` prints: one screen, JSON, the picture of a step, and the table of a search."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from nanotrain.config.config import Config
-from nanotrain.config.option import flag_of
-from nanotrain.config.schema import ENTRIES, value_of
+from nanotrain.config.schema import ENTRIES, argument_of, value_of
 from nanotrain.planner.prediction import Prediction
 from nanotrain.planner.search import Found, Search, Values
 from nanotrain.planner.step_time import StepTime
@@ -17,55 +15,55 @@ KINDS = ("params", "grads", "optimizer", "activations", "buffers", "working", "o
 # by the first letter of a span
 COLORS = {"F": "#4c78a8", "B": "#f58518", "I": "#e45756", "W": "#72b7b2", "r": "#bab0ac"}
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "r": "gradient reduction"}
-DAY_S = 86_400
 MAX_RANKS = 16  # pipeline ranks of a picture
 
 
-@dataclass(frozen=True)
-class Training:
-    """A training of a number of tokens at the predicted speed."""
-
-    tokens: float  # tokens to train on
-    days: float
-    gpu_hours: float
-
-    @classmethod
-    def of(cls, prediction: Prediction, tokens: float) -> "Training":
-        """The training of a prediction."""
-        seconds = tokens / (prediction.time.tokens_per_s_per_gpu * prediction.scenario.world_size)
-        return cls(tokens, seconds / DAY_S, seconds / 3600 * prediction.scenario.world_size)
+def training_of(prediction: Prediction, tokens: float) -> dict[str, float]:
+    """Days and GPU-hours of a training of so many tokens at the predicted speed."""
+    world_size = prediction.scenario.world_size
+    seconds = tokens / (prediction.time.tokens_per_s_per_gpu * world_size)
+    return {"days": seconds / 86_400, "gpu_hours": seconds / 3600 * world_size}
 
 
 def parts_of(time: StepTime) -> dict[str, float]:
     """Seconds of a step by what they are spent on, the exposed communication by group; they add up to the step."""
     exposed = {f"exposed {group}": seconds for group, seconds in time.exposed.items()}
-    return {"compute": time.compute, **exposed, "bubble": time.bubble, "optimizer": time.optimizer} | {
-        "host": time.host,
-        "data": time.data,
-    }
+    last = {name: getattr(time, name) for name in ("bubble", "optimizer", "host", "data")}
+    return {"compute": time.compute, **exposed, **last}
 
 
-def screen(prediction: Prediction, *, training: Training | None = None, change: Found | None = None) -> str:
-    """One screen: layout, memory, step, throughput, what bounds the step, and the next best change."""
+def screen(prediction: Prediction, *, tokens: float | None = None, change: Found | None = None) -> str:
+    """One screen: layout, memory, step, throughput, what bounds the step, and the next best change.
+
+    Args:
+        prediction: memory and time of a scenario.
+        tokens: tokens of the training; None for a screen without its cost.
+        change: the next best change; None if there is none.
+    """
     time, memory, scenario = prediction.time, prediction.memory, prediction.scenario
+    where = f" on pipeline rank {memory.pp_index}" if scenario.sizes["pp"] > 1 else ""
+    left = f"{describe_bytes(abs(memory.headroom))} {'are left' if memory.fits else 'too much'}"
+    parts, speed = parts_of(time), time.tokens_per_s_per_gpu
+    bound = max(parts, key=lambda name: parts[name])
     lines = [
         f"{count_of(scenario.world_size, 'GPU')} {scenario.gpu.name}, engine {scenario.engine.name}",
-        *_row("layout", layout_text(prediction)),
-        *_row("memory", _memory_text(prediction)),
+        f"layout      {layout_text(prediction)}",
+        f"memory      {describe_bytes(memory.reserved)} of {describe_bytes(memory.capacity)}{where}; {left}",
         *(f"  {kind:<22}{describe_bytes(getattr(memory, kind)):>12}" for kind in KINDS if getattr(memory, kind)),
-        *_row("step", f"{time.total:.3f} s, likely {time.low:.3f} to {time.high:.3f} s"),
-        *(_share(name, seconds, total=time.total) for name, seconds in parts_of(time).items() if seconds > 5e-5),
-        *_row("throughput", _throughput_text(prediction)),
+        f"step        {time.total:.3f} s, likely {time.low:.3f} to {time.high:.3f} s",
+        *(f"  {name:<22}{s * 1e3:>9,.1f} ms{s / time.total:>7.1%}" for name, s in parts.items() if s > 5e-5),
+        f"throughput  {speed:,.0f} tokens/s per GPU, {describe_count(speed * scenario.world_size)} in all, "
+        f"MFU {time.mfu:.1%}",
     ]
-    if training:
-        cost = (
-            f"{describe_count(training.tokens)} tokens: {training.days:,.1f} days, {training.gpu_hours:,.0f} GPU-hours"
-        )
-        lines += _row("training", cost)
-    bound, seconds = max(parts_of(time).items(), key=lambda item: item[1])
-    lines += _row("bound by", f"{bound}, {seconds / time.total:.0%} of the step")
-    lines += _row("next change", _change_text(change, prediction) if change else "none of the single changes is faster")
-    return "\n".join(lines)
+    if tokens:
+        cost = "{days:,.1f} days, {gpu_hours:,.0f} GPU-hours".format(**training_of(prediction, tokens))
+        lines.append(f"training    {describe_count(tokens)} tokens: {cost}")
+    lines.append(f"bound by    {bound}, {parts[bound] / time.total:.0%} of the step")
+    better = "none of the single changes is faster"
+    if change:
+        total = change.prediction.time.total
+        better = f"{flags_of(change.values, scenario.config)}: step {total:.3f} s ({total / time.total - 1:+.1%})"
+    return "\n".join([*lines, f"next change {better}"])
 
 
 def layout_text(prediction: Prediction) -> str:
@@ -86,53 +84,16 @@ def layout_text(prediction: Prediction) -> str:
     return ", ".join([*axes, f"{batch} of a global batch of {train.global_batch_size:,}", f"recompute {recompute}"])
 
 
-def _row(name: str, text: str) -> list[str]:
-    return [f"{name:<12}{text}"]
-
-
-def _share(name: str, seconds: float, *, total: float) -> str:
-    return f"  {name:<22}{seconds * 1e3:>9,.1f} ms{seconds / total:>7.1%}"
-
-
-def _memory_text(prediction: Prediction) -> str:
-    memory = prediction.memory
-    where = f" on pipeline rank {memory.pp_index}" if prediction.scenario.sizes["pp"] > 1 else ""
-    left = (
-        f"{describe_bytes(memory.headroom)} are left" if memory.fits else f"{describe_bytes(-memory.headroom)} too much"
-    )
-    return f"{describe_bytes(memory.reserved)} of {describe_bytes(memory.capacity)}{where}; {left}"
-
-
-def _throughput_text(prediction: Prediction) -> str:
-    time = prediction.time
-    all_gpus = describe_count(time.tokens_per_s_per_gpu * prediction.scenario.world_size)
-    return f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, {all_gpus} in all, MFU {time.mfu:.1%}"
-
-
-def _change_text(change: Found, prediction: Prediction) -> str:
-    flags = flags_of(change.values, prediction.scenario.config)
-    total = change.prediction.time.total
-    return f"{flags}: step {total:.3f} s ({total / prediction.time.total - 1:+.1%})"
-
-
 def flags_of(values: Values, config: Config) -> str:
-    """The flags that change a configuration to these settings."""
+    """The arguments that change a configuration to these settings."""
+    changed = {name: value for name, value in values.items() if value_of(config, ENTRIES[name].key) != value}
     return " ".join(
-        _flag(name, value) for name, value in values.items() if value_of(config, ENTRIES[name].key) != value
+        argument_of(name, value) if value != [] else f"{ENTRIES[name].key}=[]" for name, value in changed.items()
     )
 
 
-def _flag(name: str, value: Any) -> str:
-    flag = flag_of(name)
-    if isinstance(value, bool):
-        return flag if value else flag.replace("--", "--no-", 1)
-    if isinstance(value, list):
-        return f"{flag} {' '.join(value)}" if value else f"{ENTRIES[name].key}=[]"
-    return f"{flag} {'null' if value is None else value}"
-
-
-def as_json(prediction: Prediction, *, training: Training | None = None) -> dict[str, Any]:
-    """A prediction as plain values: seconds, bytes."""
+def as_values(prediction: Prediction, *, tokens: float | None = None) -> dict[str, Any]:
+    """A prediction as plain values: seconds, bytes; arguments as for `screen`."""
     time, memory, scenario = prediction.time, prediction.memory, prediction.scenario
     return {
         "gpu": scenario.gpu.name,
@@ -141,11 +102,11 @@ def as_json(prediction: Prediction, *, training: Training | None = None) -> dict
         "sizes": dict(scenario.sizes),
         "num_microbatches": scenario.pipeline.num_microbatches,
         "fits": memory.fits,
-        "memory_bytes": {field.name: getattr(memory, field.name) for field in fields(memory)} | {"total": memory.total},
+        "memory_bytes": asdict(memory) | {"total": memory.total},
         "step_s": {"total": time.total, "low": time.low, "high": time.high, **parts_of(time)},
         "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu,
         "mfu": time.mfu,
-        **({"days": training.days, "gpu_hours": training.gpu_hours} if training else {}),
+        **(training_of(prediction, tokens) if tokens else {}),
     }
 
 
@@ -169,32 +130,21 @@ def draw(prediction: Prediction, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    ranks = prediction.time.spans[:MAX_RANKS]
-    rows = [
-        (f"pp {rank} {stream}", list(_bars(spans, stream)))
-        for rank, spans in enumerate(ranks)
-        for stream in _streams(spans)
-    ]
+    rows = {
+        f"pp {rank} {stream}": [span for span in spans if span.stream == stream]
+        for rank, spans in enumerate(prediction.time.spans[:MAX_RANKS])
+        for stream in dict.fromkeys(span.stream for span in spans)
+    }
     figure = Figure(figsize=(14, 1.2 + 0.3 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    for row, (_, bars) in enumerate(rows):
-        for kind in {kind for _, kind in bars}:
-            axes.broken_barh([bar for bar, each in bars if each == kind], (row - 0.4, 0.8), color=COLORS[kind])
-    kinds = sorted({kind for _, bars in rows for _, kind in bars}, key=list(NAMES).index)
+    for row, spans in enumerate(rows.values()):
+        bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in spans]
+        axes.broken_barh(bars, (row - 0.4, 0.8), color=[COLORS[span.name[0]] for span in spans])
+    kinds = sorted({span.name[0] for spans in rows.values() for span in spans}, key=[*NAMES].index)
     handles = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in kinds]
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=len(kinds), frameon=False)
-    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axes.set_yticks(range(len(rows)), [*rows])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     axes.set_title(f"{layout_text(prediction)}: {prediction.time.total:.3f} s per step", fontsize=9)
     figure.savefig(path, dpi=120)
-
-
-def _streams(spans: Iterable[Any]) -> list[str]:
-    return sorted({span.stream for span in spans}, key=lambda stream: stream != "compute")
-
-
-def _bars(spans: Iterable[Any], stream: str) -> Iterator[tuple[tuple[float, float], str]]:
-    for span in spans:
-        if span.stream == stream:
-            yield (span.start * 1e3, (span.end - span.start) * 1e3), span.name[0]

@@ -6,7 +6,7 @@ from nanotrain.config.load import load
 from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.prediction import predict
 from nanotrain.planner.scenario import scenario_of
-from nanotrain.planner.screen import Training, flags_of, parts_of
+from nanotrain.planner.screen import flags_of, parts_of, training_of
 
 RUN = ["+config=llama1b", "--mock-data", "--world-size", "8"]
 
@@ -20,9 +20,9 @@ def test_the_parts_of_a_step_add_up_to_it():
 
 def test_a_training_has_as_many_gpu_hours_as_its_days_and_gpus():
     prediction = predict(scenario_of(load(RUN[:2]).config, 8, gpu=gpu_of("h100")))
-    training = Training.of(prediction, 1e12)
-    assert training.gpu_hours == pytest.approx(training.days * 24 * 8)
-    assert training.days * 86_400 * 8 * prediction.time.tokens_per_s_per_gpu == pytest.approx(1e12)
+    training = training_of(prediction, 1e12)
+    assert training["gpu_hours"] == pytest.approx(training["days"] * 24 * 8)
+    assert training["days"] * 86_400 * 8 * prediction.time.tokens_per_s_per_gpu == pytest.approx(1e12)
 
 
 def test_only_settings_that_differ_are_flags():
