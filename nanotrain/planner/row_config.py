@@ -142,7 +142,9 @@ def scenario_of_row(row: Row, *, engine: str | None = None) -> Scenario:
 
 def _config(row: Row, engine: Engine) -> tuple[Config, int]:
     """The configuration and the number of ranks."""
-    values = {setting: row.number(column) or 1 for setting, column in read_data("rows")["numbers"].items()}
+    values: dict[str, Any] = {
+        setting: row.number(column) or 1 for setting, column in read_data("rows")["numbers"].items()
+    }
     tp, pp, cp, _, micro = values.values()
     if not row.text("tp") and not row.text("pp") and (row.number("gpus") or 1) > 1:
         if engine.name != "fsdp2":
@@ -254,7 +256,7 @@ def _model(row: Row, known: Mapping[str, Any]) -> dict[str, Any]:
             numel = layers * (attention + (2 + is_gated) * hidden * ffn) + (2 - is_tied) * vocab * hidden
             return abs(numel - int(stated[1]))
 
-        gated, tied = min(product((False, True), repeat=2), key=error)
+        gated, tied = min(product((False, True), (False, True)), key=error)
     values = {
         "num_layers": layers,
         "hidden_size": hidden,
