@@ -36,7 +36,7 @@ def test_columns_become_settings() -> None:
         ({"zero": "hsdp"}, "fsdp2"),
         ({"zero": "mfsdp optim_grads_params"}, "megatron"),
         ({"zero": "no"}, "megatron"),
-        ({"flags": "use-megatron-fsdp bf16"}, "megatron"),
+        ({"flags": "use-distributed-optimizer bf16"}, "megatron"),
     ],
 )
 def test_the_engine_is_what_only_its_runs_say(cells: dict[str, str], engine: str) -> None:
