@@ -47,7 +47,9 @@ class LayerBytes:
         self.model, self.tp, self.cp = config.model, scenario.sizes["tp"], scenario.sizes["cp"]
         self.itemsize = 4 if config.precision.params_dtype == "fp32" else 2
         # of the kept input of a linear layer, relative to the data type of the activations
-        self.share_in_fp8 = {"fp8": 0.5, "mxfp8": 0.53, "nvfp4": 0.29}.get(scenario.matmul_dtype, 1.0)
+        self.share_in_fp8 = {"fp8": 0.5, "fp8_block": 0.52, "mxfp8": 0.53, "nvfp4": 0.29}.get(
+            scenario.matmul_dtype, 1.0
+        )
         self.tokens = config.train.micro_batch_size * config.data.seq_length // self.cp
         self.outside = self.tokens // (self.tp if config.parallel.sequence_parallel else 1)
         width = self.shape.hidden_size * self.itemsize

@@ -46,10 +46,10 @@ def test_the_engine_is_what_only_its_runs_say(cells: dict[str, str], engine: str
 
 @pytest.mark.parametrize(
     ("text", "matmul"),
-    [
-        ("bf16 (fp32 grad accumulation)", "bf16"), ("BF16", "bf16"), ("amp_bf16/DEFAULT", "bf16"), ("fp16", "fp16"),
+    [("bf16 (fp32 grad accumulation)", "bf16"), ("BF16", "bf16"), ("amp_bf16/DEFAULT", "bf16"), ("fp16", "fp16"),
         ("bf16/fp16", "bf16"), ("FP8-CS", "fp8"), ("FP8-MX", "mxfp8"), ("MXFP8", "mxfp8"), ("NVFP4", "nvfp4"),
         ("TF32", "fp32"), ("bf16+fp8-hybrid-tensorwise", "fp8"), ("float8 (rowwise)", "fp8"), ("bfloat16", "bf16"),
+        ("FP8-SC", "fp8_block"),
     ],
 )  # fmt: skip
 def test_precisions_as_people_write_them(text: str, matmul: str) -> None:
