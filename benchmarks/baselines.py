@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
@@ -137,6 +137,7 @@ class Stack:
         forward_context: entered around the forward pass.
         step_context: entered around forward, loss and backward.
         num_readers: ranks that read different samples.
+        loss: function from logits [T, V] and labels [T] to the mean loss.
     """
 
     model: nn.Module
@@ -144,6 +145,7 @@ class Stack:
     forward_context: Callable[[], AbstractContextManager[object]]
     step_context: Callable[[], AbstractContextManager[object]] = nullcontext
     num_readers: int = field(default_factory=lambda: dist.get_world_size() if dist.is_initialized() else 1)
+    loss: Callable[[Tensor, Tensor], Tensor] = field(default_factory=lambda: mean_loss)
 
 
 def single(model: nn.Module, device: torch.device, bf16: bool) -> Stack:
@@ -259,12 +261,17 @@ def train_step(stack: Stack, microbatches: Sequence[Tensor]) -> float:
         with stack.step_context(), reduction(stack.model, is_last=is_last):
             with stack.forward_context():
                 logits = stack.model(tokens[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()) / len(microbatches)
+            loss = stack.loss(logits.flatten(0, 1), tokens[:, 1:].flatten()) / len(microbatches)
             loss.backward()
         total += loss.detach()
     nn.utils.clip_grad_norm_(stack.model.parameters(), MAX_NORM)
     stack.optimizer.step()
     return total.item()
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy in fp32, mean over tokens; compiled, one kernel without fp32 logits in memory."""
+    return F.cross_entropy(logits.float(), labels)
 
 
 def reduction(model: nn.Module, *, is_last: bool) -> AbstractContextManager[object]:
@@ -314,6 +321,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, help="samples per microbatch (default: the model's)")
     parser.add_argument("--num-microbatches", type=int, default=1, help="per rank and step; their gradients are added")
     parser.add_argument("--compile", action="store_true", help="compile every block with torch.compile")
+    parser.add_argument("--compile-loss", action="store_true", help="compile the loss too")
     parser.add_argument("--checkpoint", action="store_true", help="recompute every block with torch.utils.checkpoint")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
@@ -337,6 +345,8 @@ def main() -> None:
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     stack = STRATEGIES[args.strategy](model, device, args.dtype == "bf16")
+    if args.compile_loss:
+        stack = replace(stack, loss=torch.compile(mean_loss))
     reader = rank * stack.num_readers // world_size
     data, count = batches(shape, reader, device), args.num_microbatches
     times = measure(stack, data, num_microbatches=count, warmup=args.warmup, steps=args.steps)

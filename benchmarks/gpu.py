@@ -6,10 +6,11 @@
 
 Steps of 8 microbatches, as pretraining has many (`--microbatches 1`: the optimizer weighs as much as it can), eager and
 with torch.compile, beside a plain loop with torch's attention and FSDP2 on one rank: tokens per second, model
-FLOPs utilization (MFU) and peak memory. Contenders run in turn, each launch in a new process, as in throughput.py. Then
-one step of nanotrain is profiled, and its kernel times are summed by class, beside the budget of roofline.py. Every
-launch prints its numbers at its end, so that a run that is cut has printed what it measured. A launch that fails leaves
-out its row, and the exit code is 1. Without a GPU it prints that and exits with code 2.
+FLOPs utilization (MFU) and peak memory. Contenders run in the order of `PHASES`, each launch in a new process, as in
+throughput.py: first what answers most, compiled blocks of nanotrain, a profile of one step with its kernel times by
+class beside the budget of roofline.py, and the plain loop with blocks and loss compiled. Every launch prints its
+numbers at its end, so that a run that is cut has printed what it measured. A launch that fails leaves out its row, and
+the exit code is 1. Without a GPU it prints that and exits with code 2.
 """
 
 import argparse
@@ -36,21 +37,32 @@ from nanotrain.spec.counts import flops_per_token, peak_flops
 from nanotrain.spec.shape import ModelShape
 from nanotrain.train.plans.plan import plan_run
 
+COMPILED, COMPILED_TOO = "nanotrain, compiled", "torch, compiled, loss too"
 DENSE = (
     Contender("torch", 1, torch_command("single")),
     Contender("torch FSDP2, one rank", 1, torch_command("fsdp2")),
     Contender("nanotrain", 1, nanotrain_command("--no-torch-compile"), ("torch",)),
     Contender("torch, compiled", 1, torch_command("single", "--compile")),
-    Contender("nanotrain, compiled", 1, nanotrain_command("--torch-compile"), ("torch, compiled",)),
+    Contender(COMPILED_TOO, 1, torch_command("single", "--compile", "--compile-loss")),
+    Contender(COMPILED, 1, nanotrain_command("--torch-compile"), ("torch, compiled", COMPILED_TOO)),
 )
+FP8 = ("--fp8-format=hybrid", "--fp8-recipe=tensorwise")
+IN_FP8 = Contender("nanotrain, compiled, fp8", 1, nanotrain_command("--torch-compile", *FP8), (COMPILED,))
 EXPERTS = ("--num-experts=4", "--moe-router-topk=2")
 MIXTURE = (
     Contender("nanotrain", 1, nanotrain_command(*EXPERTS, "--no-torch-compile")),
-    Contender("nanotrain, compiled", 1, nanotrain_command(*EXPERTS, "--torch-compile")),
+    Contender(COMPILED, 1, nanotrain_command(*EXPERTS, "--torch-compile")),
+)
+# What runs, in this order, for one model after the other; the peers that explain least are last.
+PROFILE = "profile"
+PHASES = (
+    (COMPILED, PROFILE, COMPILED_TOO),
+    (IN_FP8.name, "torch, compiled", "nanotrain", "torch"),
+    ("torch FSDP2, one rank",),
 )
 # name -> its shape in baselines.py, the contenders, and the flags of nanotrain beside the shape
 MODELS: dict[str, tuple[str, tuple[Contender, ...], tuple[str, ...]]] = {
-    "llama1b": ("llama1b", DENSE, ()),
+    "llama1b": ("llama1b", (*DENSE, IN_FP8), ()),
     "124m": ("124m", DENSE, ()),
     "moe4": ("124m", MIXTURE, EXPERTS),
     "smoke": ("smoke", DENSE, ()),
@@ -83,13 +95,18 @@ def table(
         if not measured:
             continue
         speed = statistics.median(outcome.tokens_per_second for outcome in measured)
-        rival = outcomes[contender.rivals[0]] if contender.rivals else []
-        ratios = [a.tokens_per_second / b.tokens_per_second for a, b in zip(measured, rival, strict=False)]
-        ratio = f"{statistics.median(ratios):.2f}x" if ratios else ""
+        ratios = {name: ratio_of(measured, outcomes[name]) for name in contender.rivals if outcomes[name]}
+        ratio = ", ".join(f"{number:.2f}x of {name}" for name, number in ratios.items())
         mfu = f"{speed * flops / peak:.1%}" if flops and peak else "unknown"
         memory = max(outcome.peak_memory_bytes for outcome in measured) / 2**30
         lines.append(f"| {contender.name} | {speed:,.0f} | {ratio} | {mfu} | {memory:.1f} GiB |")
     return "\n".join(lines)
+
+
+def ratio_of(measured: Sequence[Outcome], rival: Sequence[Outcome]) -> float:
+    """The median over rounds of the ratio of two contenders' speeds."""
+    pairs = zip(measured, rival, strict=False)
+    return statistics.median(mine.tokens_per_second / other.tokens_per_second for mine, other in pairs)
 
 
 def class_of(kernel: str) -> str:
@@ -178,32 +195,61 @@ class Launches:
         return int(bool(self.failed))
 
 
-def compare(name: str, args: argparse.Namespace, launches: Launches, *, peak: float | None) -> None:
-    """Run the contenders of one model in turn and print both tables."""
-    shape, contenders, flags = MODELS[name]
-    dtype = "bf16" if args.device == "cuda" else "fp32"
-    job = Job(shape, dtype, args.warmup, args.steps, device=args.device, num_microbatches=args.microbatches)
-    outcomes: dict[str, list[Outcome]] = {contender.name: [] for contender in contenders}
-    for number in range(1, args.rounds + 1):
-        for contender in contenders:
-            measured = launches.run(name, f"{contender.name}, round {number}", partial(launch, [contender], job))
-            if measured is None:
-                continue
-            outcomes[contender.name].extend(measured)
-            speed, memory = measured[-1].tokens_per_second, measured[-1].peak_memory_bytes / 2**30
-            print(f"{name}  round {number}  {contender.name:42} {speed:10,.0f} tokens/s  {memory:6.1f} GiB", flush=True)
-    print(f"\n{name}, {job.dtype}, {args.microbatches} microbatches per step, median of {args.rounds} rounds\n")
-    print(table(contenders, outcomes, flops=None if flags else model_flops(job.shape), peak=peak), flush=True)
-    times = launches.run(name, "profile", partial(profiled, job, flags))
-    if times is None:
-        return
-    card = card_here(args.device)
-    planned = budget_here(job, flags, card=card) if card else {}
-    print(f"\n| class | ms per step | share | budget, {card or 'no known card'} |\n|---|---:|---:|---:|")
-    for kind in KERNELS:
-        budget = f"{planned[kind]:,.1f}" if kind in planned else ""
-        print(f"| {kind} | {times[kind]:,.1f} | {times[kind] / max(times.total(), 1e-9):.0%} | {budget} |")
-    print(flush=True)
+class Comparison:
+    """The contenders of one model, and what was measured of them.
+
+    Args:
+        name: a key of `MODELS`.
+        args: of the command line.
+        launches: runs them.
+    """
+
+    def __init__(self, name: str, args: argparse.Namespace, launches: Launches) -> None:
+        shape, self.contenders, self.flags = MODELS[name]
+        dtype = "bf16" if args.device == "cuda" else "fp32"
+        self.name, self.args, self.launches = name, args, launches
+        self.job = Job(shape, dtype, args.warmup, args.steps, device=args.device, num_microbatches=args.microbatches)
+        self.outcomes: dict[str, list[Outcome]] = {contender.name: [] for contender in self.contenders}
+
+    def run(self, phase: Sequence[str]) -> None:
+        """Launch the parts of a phase, for all rounds; a profile once."""
+        by_name = {contender.name: contender for contender in self.contenders}
+        for number in range(1, self.args.rounds + 1):
+            for part in phase:
+                if part == PROFILE and number == 1:
+                    self._profile()
+                elif part in by_name:
+                    self._measure(by_name[part], number)
+
+    def _measure(self, contender: Contender, number: int) -> None:
+        part = f"{contender.name}, round {number}"
+        measured = self.launches.run(self.name, part, partial(launch, [contender], self.job))
+        if measured is None:
+            return
+        self.outcomes[contender.name].extend(measured)
+        speed, memory = measured[-1].tokens_per_second, measured[-1].peak_memory_bytes / 2**30
+        print(
+            f"{self.name}  round {number}  {contender.name:42} {speed:10,.0f} tokens/s  {memory:6.1f} GiB", flush=True
+        )
+
+    def _profile(self) -> None:
+        times = self.launches.run(self.name, PROFILE, partial(profiled, self.job, self.flags))
+        if times is None:
+            return
+        card = card_here(self.args.device)
+        planned = budget_here(self.job, self.flags, card=card) if card else {}
+        print(f"\n| class, {self.name} | ms per step | share | budget, {card or 'no known card'} |")
+        print("|---|---:|---:|---:|")
+        for kind in KERNELS:
+            budget = f"{planned[kind]:,.1f}" if kind in planned else ""
+            print(f"| {kind} | {times[kind]:,.1f} | {times[kind] / max(times.total(), 1e-9):.0%} | {budget} |")
+        print(flush=True)
+
+    def report(self, *, peak: float | None) -> None:
+        """Print the table of all contenders; `peak` is the FLOP/s of the card."""
+        args, flops = self.args, None if self.flags else model_flops(self.job.shape)
+        print(f"\n{self.name}, {self.job.dtype}, {args.microbatches} microbatches per step, {args.rounds} rounds\n")
+        print(table(self.contenders, self.outcomes, flops=flops, peak=peak), flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -223,8 +269,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, a check that the programs run"
     print(f"{name}, torch {torch.__version__}", flush=True)
     launches = Launches(args.minutes)
-    for model in args.model or (["llama1b", "124m", "moe4"] if args.device == "cuda" else ["smoke"]):
-        compare(model, args, launches, peak=peak_flops(name, "bf16"))
+    models = args.model or (["llama1b", "124m", "moe4"] if args.device == "cuda" else ["smoke"])
+    comparisons = [Comparison(model, args, launches) for model in models]
+    for phase in PHASES:
+        for comparison in comparisons:
+            comparison.run(phase)
+    for comparison in comparisons:
+        comparison.report(peak=peak_flops(name, "bf16"))
     return launches.report()
 
 

@@ -113,7 +113,7 @@ def nanotrain_command(
         if job.num_microbatches > 1:
             options["global-batch-size"] = options["micro-batch-size"] * job.num_microbatches
         tie = "--no-untie-embeddings-and-output-weights" if job.shape.tied else "--untie-embeddings-and-output-weights"
-        switches = ["--mock-data", tie, "--no-save"]
+        switches = ["--mock-data", tie, "--no-save", "--no-report"]
         return [
             str(benchmarks / "rank.py"),
             *(f"--{name}={value}" for name, value in options.items()),

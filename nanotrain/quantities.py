@@ -5,10 +5,12 @@ describe_count    1,840,000 -> "1.84 M"
 count_of          2, "rank" -> "2 ranks"; also with a verb
 step_name         100 -> "step-00000100", the folder of a checkpoint
 round_up          5, 4 -> 8, the next multiple
+ranks_text        [0, 1, 2, 7] -> "0-2, 7"; named_ranks with the noun
 table_lines       rows of cells -> lines of aligned columns
 """
 
 from collections.abc import Collection, Sequence
+from itertools import groupby
 
 VERBS = {"is": "are", "has": "have", "was": "were", "does": "do"}  # for one, for several
 UNITS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
@@ -69,6 +71,25 @@ def round_up(number: int, unit: int) -> int:
     8
     """
     return -(-number // unit) * unit
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """`ranks_text` after "rank" or "ranks"."""
+    return f"rank{'s' * (len(ranks) != 1)} {ranks_text(ranks)}"
+
+
+def ranks_text(ranks: Sequence[int], *, most: int = 64) -> str:
+    """Ranks with ranges, shortened to the first of `most` ranges and the last.
+
+    >>> ranks_text([0, 1, 2, 3, 7]), ranks_text(range(0, 16384, 8), most=4)
+    ('0-3, 7', '0, 8, 16, ..., 16376 (2,048 ranks)')
+    """
+    runs = groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])  # equal within consecutive ranks
+    parts = [[rank for _, rank in run] for _, run in runs]
+    texts = [str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts]
+    if len(texts) <= most:
+        return ", ".join(texts)
+    return f"{', '.join(texts[: most - 1])}, ..., {texts[-1]} ({count_of(len(ranks), 'rank')})"
 
 
 def table_lines(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:

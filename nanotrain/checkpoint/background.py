@@ -23,6 +23,7 @@ from nanotrain.checkpoint.all_ranks import storage_fault
 from nanotrain.checkpoint.manifest import Manifest, from_json, to_json
 from nanotrain.checkpoint.plan import split_box
 from nanotrain.comm.device import synchronize
+from nanotrain.quantities import ranks_text
 from nanotrain.runs.files import write_text
 from nanotrain.spec.boxes import TensorBox
 
@@ -137,7 +138,7 @@ def wait_for_reports(folder: Path, size: int, *, timeout_s: float, is_cancelled:
         if len(shards) == size:
             return [shards[index] for index in range(size)]
         if is_cancelled() or time.monotonic() > deadline:
-            ranks = ", ".join(str(index) for index in range(size) if index not in shards)
+            ranks = ranks_text([index for index in range(size) if index not in shards], most=8)
             raise OSError(0, f"rank {ranks} of {size} did not finish writing within {timeout_s:g} s", str(folder))
         time.sleep(pause)
         pause = min(2 * pause, POLL_S[1])

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from nanotrain.comm.driver import hides_gpus, unseen_gpu_reason
 from nanotrain.errors import EnvironmentFault
 from nanotrain.quantities import count_of
 from nanotrain.system import available_memory
@@ -37,6 +38,9 @@ _ALLOCATOR = "PYTORCH_ALLOC_CONF"
 # Read when cuBLAS and NCCL start. cuBLAS repeats its results with workspaces of fixed size; with NVLS the switch sets
 # the order of sums, so Megatron-LM excludes it as well.
 _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS"}
+# Hardware queues from the host; CUDA's 8 are fewer than the streams of a rank, and streams that share one wait for each
+# other. Read when CUDA starts.
+_CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 _MAX_ALLOCATIONS = 100_000  # of a memory history, the newest; Megatron-LM's number
 _CLEAR_PEAK = "5"  # man 5 proc, clear_refs: sets VmHWM back to the current size
 
@@ -50,20 +54,21 @@ def pick_device(kind: str, local_rank: int, *, environment: MutableMapping[str, 
     Args:
         kind: choice of the user: "auto" (cuda if available), "cpu" or "cuda".
         local_rank: index of this rank among the ranks of its machine.
-        environment: environment of this process; the settings of CUDA's allocator are set in it unless they are there.
+        environment: environment of this process; settings of CUDA and its allocator are set in it unless there.
 
     Raises:
         EnvironmentFault: no GPU is visible, or the machine has more ranks than GPUs.
     """
     if kind == "cpu":
         return torch.device("cpu")
+    environment.update(_CONNECTIONS | dict(environment))
     has_gpu = torch.cuda.is_available()
     if kind == "auto" and (not has_gpu or _has_too_few_gpus(environment)):
         return torch.device("cpu")
     if not has_gpu:
         raise EnvironmentFault(
             f"device {kind} is not available: torch {torch.__version__} finds no GPU",
-            why="torch.cuda.is_available() is false",
+            why=unseen_gpu_reason() or "torch.cuda.is_available() is false",
             fix="set --device cpu, or install a CUDA build of torch and check nvidia-smi and CUDA_VISIBLE_DEVICES",
         )
     if not any(name in environment for name in (_ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF")):
@@ -85,7 +90,12 @@ def pick_device(kind: str, local_rank: int, *, environment: MutableMapping[str, 
 
 def describe_unused_gpus(kind: str, *, environment: Mapping[str, str] = os.environ) -> str:
     """A warning where "auto" is the CPU of a machine that has GPUs; else empty."""
-    if kind != "auto" or not torch.cuda.is_available() or not _has_too_few_gpus(environment):
+    if kind != "auto":
+        return ""
+    if not torch.cuda.is_available():
+        reason = "" if hides_gpus(environment) else unseen_gpu_reason()
+        return f"training on the CPU of a machine with an NVIDIA GPU: {reason}" if reason else ""
+    if not _has_too_few_gpus(environment):
         return ""
     num_ranks, num_devices = environment["WORLD_SIZE"], torch.cuda.device_count()
     return (

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from nanotrain.comm.group import Group
 from nanotrain.errors import EnvironmentFault
+from nanotrain.quantities import ranks_text
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -119,7 +120,7 @@ def translate_errors(op: str, group: Group, *, sequence: int | None = None) -> I
         sent = "" if size is None else f" of {size:,} bytes"
         coords = f" ({group.coords_text})" if group.coords_text else ""
         raise CommunicationFault(
-            f"{op} #{number}{sent} over group {group.name} (ranks {', '.join(map(str, group.ranks))}) "
+            f"{op} #{number}{sent} over group {group.name} (ranks {ranks_text(group.ranks, most=8)}) "
             f"failed on rank {group.rank}{coords}",
             why=str(error).splitlines()[0],
             fix="look for the first error among these ranks; if one of them is only slow, "

@@ -205,7 +205,7 @@ class TrainConfig:
     profile: bool = option(False, "write a torch profiler trace into the run folder")
     profile_step_start: int = option(3, "first profiled step", check=at_least(1))
     profile_step_end: int = option(5, "last profiled step", check=at_least(1))
-    profile_ranks: list[int] = option([], "ranks that write a trace, or a memory snapshot; empty: all", check=at_least(0))
+    profile_ranks: list[int] = option([], "ranks that write a trace, or a memory snapshot; empty: all, of more than 64 those of one data-parallel replica", check=at_least(0))
     memory_snapshot_path: str | None = option(None, "file for the history of GPU memory, written at the end of the run or after an error, with the rank in its name", is_path=True)
     tensorboard: bool = option(False, "write TensorBoard event files")
     tensorboard_dir: str | None = option(None, "folder of the TensorBoard event files, turns tensorboard on; unset: in the run folder", is_path=True)

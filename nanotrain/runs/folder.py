@@ -14,6 +14,7 @@ runs/<name>/
   profile/, tensorboard/, wandb/   if enabled
 """
 
+import errno
 import importlib.metadata
 import json
 import os
@@ -56,23 +57,25 @@ class RunFolder:
         self.data = path / "data"
         self.tokenizer = path / "tokenizer"
 
-    def check_writable(self) -> None:
-        """Check that this folder, and that of its checkpoints if there is one, can be written; creates nothing.
+    def check_writable(self, *, probes: bool = True) -> None:
+        """Check that this folder, and that of its checkpoints if there is one, can be written; leaves nothing.
+
+        `probes` is as for the function.
 
         Raises:
             EnvironmentFault: one of them cannot be created or written.
         """
-        check_writable(self.path, name="the run folder", fix=_FIX)
+        check_writable(self.path, name="the run folder", fix=_FIX, probes=probes)
         if os.path.lexists(self.checkpoints):
-            check_writable(self.checkpoints, name="the checkpoint folder", fix=_FIX)
+            check_writable(self.checkpoints, name="the checkpoint folder", fix=_FIX, probes=probes)
 
-    def require_writable(self) -> None:
+    def require_writable(self, *, probes: bool = True) -> None:
         """Create the folder, after the checks of `check_writable`.
 
         Raises:
             EnvironmentFault: it cannot be created or written.
         """
-        self.check_writable()
+        self.check_writable(probes=probes)
         with disk_errors(self.path, fix=_FIX):
             self.path.mkdir(parents=True, exist_ok=True)
 
@@ -135,19 +138,26 @@ class RunFolder:
         write_text(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
 
 
-def check_writable(path: Path, *, name: str, fix: str) -> None:
+def check_writable(path: Path, *, name: str, fix: str, probes: bool = True) -> None:
     """Check that a folder can be written, or created in the nearest folder that exists; nothing is left behind.
 
     Args:
         path: the folder.
         name: description of the folder, for the error.
         fix: the cure where the folder cannot be written.
+        probes: write a file, which also finds a full disk; else only permissions are asked for, as by all ranks of a
+            machine but one: a file system that many share takes seconds for a file of each rank.
 
     Raises:
         EnvironmentFault: it cannot be created or written.
     """
     existing = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
     try:
+        if not probes:
+            code = errno.EACCES if existing.is_dir() else errno.ENOTDIR
+            if code == errno.ENOTDIR or not os.access(existing, os.W_OK | os.X_OK):
+                raise OSError(code, os.strerror(code))
+            return
         with NamedTemporaryFile(dir=existing, prefix=".writable-") as probe:  # a name that no other rank has
             probe.write(_PROBE)  # on a full disk an empty file can still be created
             probe.flush()

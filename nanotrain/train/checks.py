@@ -62,10 +62,10 @@ def check(start: Start) -> None:
 
 
 def check_folders(start: Start) -> None:
-    """Every folder that the run writes can be written; none is created yet."""
+    """Every folder that the run writes can be written, by a file of one rank per machine; none is created yet."""
     train, fallback = start.config.train, start.config.checkpoint.save_fallback_dir
-    snapshot = train.memory_snapshot_path
-    RunFolder(Path(str(train.run_dir))).check_writable()
+    snapshot, probes = train.memory_snapshot_path, start.launch.local_rank == 0
+    RunFolder(Path(str(train.run_dir))).check_writable(probes=probes)
     folders = {
         ("the fallback folder", "--save-fallback-dir"): fallback,
         ("the TensorBoard folder", "--tensorboard-dir"): train.tensorboard_dir if train.tensorboard else None,
@@ -73,7 +73,8 @@ def check_folders(start: Start) -> None:
     }
     for (name, flag), path in folders.items():
         if path is not None:
-            check_writable(Path(path), name=name, fix=f"choose another folder with {flag}, or free space")
+            fix = f"choose another folder with {flag}, or free space"
+            check_writable(Path(path), name=name, fix=fix, probes=probes)
 
 
 def check_device(start: Start) -> None:

@@ -59,7 +59,8 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
 
     Args:
         loaded: a validated configuration.
-        reads_checkpoint: look for the checkpoint to start from; one rank per machine does, because manifests are long.
+        reads_checkpoint: look for the checkpoint to start from, and write a file to see that the run folder can be
+            written; one rank per machine does, because manifests are long and file systems are shared.
 
     Returns:
         the configuration with model and vocabulary size set, and the open inputs.
@@ -74,7 +75,7 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
         config = with_checkpoint_model(config, loaded.explicit)
     assert config.train.run_dir, "load sets a run folder for every run"
     folder = RunFolder(Path(config.train.run_dir))
-    folder.require_writable()
+    folder.require_writable(probes=reads_checkpoint)
     data = _prepare_quickstart(config.data, folder) if uses_quickstart(config.data) else config.data
     tokenizer = tokenizer_of(data)
     if tokenizer is not None and (data.tokenizer_model or data.vocab_file or config.train.generate_tokens):

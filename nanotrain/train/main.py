@@ -140,7 +140,7 @@ def claimed(folder: RunFolder, *, is_first: bool) -> Iterator[None]:
         EnvironmentFault: it cannot be written, another job has it, or it has files that are not a run's.
     """
     is_new = not os.path.lexists(folder.path)
-    folder.require_writable()
+    folder.require_writable(probes=False)  # `check` did
     if is_first:  # the others would race with it for the lock file
         folder.require_own()
     with lock_run(folder.path) if is_first else nullcontext():

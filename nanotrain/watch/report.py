@@ -9,12 +9,11 @@ began: `unmatched_collectives` compares them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from operator import attrgetter
 
 from nanotrain.comm.flight_recorder import RecordedCollective
 from nanotrain.comm.heartbeat import Beat
-from nanotrain.quantities import table_lines
+from nanotrain.quantities import named_ranks, ranks_text, table_lines
 from nanotrain.topology.groups import GroupName, Ranks
 from nanotrain.topology.topology import Topology
 
@@ -261,19 +260,3 @@ def _unmatched(name: str, ranks: Ranks, *, by_rank: Mapping[int, RecordedCollect
     text += f"{named_ranks(arrived)} arrived ({', '.join(states)})"
     text += f", {named_ranks(absent)} did not" if absent else ""
     return text + (f", nothing is known of {named_ranks(unknown)}" if unknown else "")
-
-
-def named_ranks(ranks: Sequence[int]) -> str:
-    """`ranks_text` after "rank" or "ranks"."""
-    return f"rank{'s' * (len(ranks) != 1)} {ranks_text(ranks)}"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks with ranges.
-
-    >>> ranks_text([0, 1, 2, 3, 7])
-    '0-3, 7'
-    """
-    runs = groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])  # equal within consecutive ranks
-    parts = [[rank for _, rank in run] for _, run in runs]
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

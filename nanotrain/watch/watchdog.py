@@ -39,6 +39,7 @@ from nanotrain.watch.report import Diagnosis, RankView, diagnose, report_text, u
 
 REPORT, WRITTEN = "hang-report.txt", "written"
 MAX_POLL_S = 1.0
+POLL_S = 0.05, 0.5  # between two looks for files of others, the first and the longest: thousands of ranks look
 ALARM = "another rank of this machine gave an alarm"  # a reason that leaves the cause to the diagnosis
 MAX_LINES = 4  # process groups whose collectives the message lists; the report lists all
 GRACE_S = 3.0  # from the first alarm to the report, so that the other ranks can notice it and write their files
@@ -257,9 +258,10 @@ class Watchdog:
 
 def _wait_until(is_done: Callable[[], object], timeout_s: float = GRACE_S) -> None:
     """Wait for what other ranks do, at most `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
+    deadline, pause_s = time.monotonic() + timeout_s, POLL_S[0]
     while not is_done() and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, POLL_S[1])
 
 
 def timeout_of(hang_timeout_s: float | None, distributed_timeout_s: float) -> float:

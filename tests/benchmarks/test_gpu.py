@@ -51,7 +51,8 @@ def test_the_table_has_the_ratio_to_the_rival_and_the_utilization(gpu: ModuleTyp
     speeds = {contender.name: 50.0 for contender in gpu.DENSE} | {"nanotrain": 100.0}
     outcomes = {name: [gpu.Outcome(speed, 1.0, 2**30, {})] for name, speed in speeds.items()}
     lines = gpu.table(gpu.DENSE, outcomes, flops=3, peak=1000.0).splitlines()
-    assert "| nanotrain | 100 | 2.00x | 30.0% | 1.0 GiB |" in lines
+    assert "| nanotrain | 100 | 2.00x of torch | 30.0% | 1.0 GiB |" in lines
+    assert "1.00x of torch, compiled, 1.00x of torch, compiled, loss too" in lines[-1]
     assert "| torch | 50 |  | 15.0% | 1.0 GiB |" in lines
 
 
@@ -123,3 +124,15 @@ def test_a_launch_that_hangs_is_ended_and_a_failed_one_shows_the_end_of_its_outp
         finished([sys.executable, "-c", fails], {}, names="torch", timeout_s=None)
     assert str(error.value).splitlines() == ["torch failed:", *map(str, range(69, 99)), "no memory"]
     assert finished([sys.executable, "-c", "print(1)"], {}, names="torch", timeout_s=None) == "1\n"
+
+
+def test_what_answers_most_is_launched_first(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[str, str]] = []
+    monkeypatch.setattr(gpu.Launches, "run", lambda self, model, part, function: launched.append((model, part)))
+    assert gpu.main(["--device", "cpu", "--model", "llama1b", "moe4", "--rounds", "1"]) == 0
+    first, loss_too = ("nanotrain, compiled, round 1", "profile"), "torch, compiled, loss too, round 1"
+    expected = [*(("llama1b", part) for part in (*first, loss_too)), *(("moe4", part) for part in first)]
+    assert launched[:5] == expected and launched[-1] == ("llama1b", "torch FSDP2, one rank, round 1")
+    assert sorted(part.removesuffix(", round 1") for model, part in launched if model == "llama1b") == sorted(
+        [contender.name for contender in gpu.MODELS["llama1b"][1]] + ["profile"]
+    )

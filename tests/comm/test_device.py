@@ -56,15 +56,25 @@ def test_a_rank_that_slurm_shows_one_gpu_takes_it(monkeypatch):
         devices.pick_device("cuda", 3, environment=own | {"SLURM_LOCALID": "0"})
 
 
-def test_segments_of_the_allocator_grow_unless_the_environment_has_other_settings(monkeypatch):
+def test_segments_of_the_allocator_grow_and_streams_have_queues_unless_the_environment_has_other_settings(monkeypatch):
     gpus(monkeypatch, 1)
     environment: dict[str, str] = {}
     devices.pick_device("cuda", 0, environment=environment)
-    assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert environment == {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    }
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        environment = {name: "max_split_size_mb:128"}
+        environment = {name: "max_split_size_mb:128", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         devices.pick_device("cuda", 0, environment=environment)
-        assert environment == {name: "max_split_size_mb:128"}
+        assert environment == {name: "max_split_size_mb:128", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+def test_the_queues_are_set_before_cuda_is_asked_for_anything(monkeypatch):
+    seen, environment = [], {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen.append(dict(environment)) or False)
+    devices.pick_device("auto", 0, environment=environment)
+    assert seen == [{"CUDA_DEVICE_MAX_CONNECTIONS": "32"}]
 
 
 def test_more_local_ranks_than_gpus_is_an_error_with_the_numbers(monkeypatch):

@@ -89,5 +89,5 @@ def start_late(ctx, op):
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
 def test_a_late_rank_raises_after_the_timeout(op):
     message = run_ranks(2, start_late, op, threads=False)[0]
-    assert re.search(rf"{op} #1 of [0-9]+ bytes over group control \(ranks 0, 1\) failed on rank 0 \(dp0\)", message)
+    assert re.search(rf"{op} #1 of [0-9]+ bytes over group control \(ranks 0-1\) failed on rank 0 \(dp0\)", message)
     assert "--distributed-timeout-minutes" in message

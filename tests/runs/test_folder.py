@@ -7,14 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nanotrain.errors import EnvironmentFault
+from nanotrain.runs import folder
 from nanotrain.runs.folder import RunFolder
 from nanotrain.runs.lock import lock_run
 
 
 def test_a_folder_is_made_and_left_empty(tmp_path):
-    folder = RunFolder(tmp_path / "runs" / "new")
-    folder.require_writable()
-    assert folder.path.is_dir() and not list(folder.path.iterdir())
+    made = RunFolder(tmp_path / "runs" / "new")
+    made.require_writable()
+    assert made.path.is_dir() and not list(made.path.iterdir())
 
 
 def test_a_check_creates_nothing(tmp_path):
@@ -47,10 +48,19 @@ def test_a_folder_below_a_file_is_an_error_with_its_name(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_permission_is_an_error(tmp_path):
+@pytest.mark.parametrize("probes", [True, False])
+def test_a_folder_without_permission_is_an_error(tmp_path, probes):
     tmp_path.chmod(0o500)
     with pytest.raises(EnvironmentFault, match="Permission denied"):
-        RunFolder(tmp_path).require_writable()
+        RunFolder(tmp_path).require_writable(probes=probes)
+
+
+def test_without_probes_no_file_is_written_and_a_file_in_the_way_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "NamedTemporaryFile", None)
+    RunFolder(tmp_path / "run").require_writable(probes=False)
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentFault, match=r"file/run cannot be written.*--run-dir"):
+        RunFolder(tmp_path / "file" / "run").require_writable(probes=False)
 
 
 def test_the_description_holds_configuration_and_environment(tmp_path):

@@ -27,13 +27,13 @@ from nanotrain.comm.collectives import all_gather_object, all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.errors import CorruptState, TrainingFault
 from nanotrain.parallel.dp.data_parallel import DataParallel, gathered
+from nanotrain.quantities import named_ranks
 from nanotrain.topology.groups import GroupName
 from nanotrain.train.batches import raise_on_all
 from nanotrain.train.hooks.hook import Hook, ranks_at_fault
 from nanotrain.train.parts.part import StepPart
 from nanotrain.train.run import Run
 from nanotrain.train.step_report import StepReport
-from nanotrain.watch.report import named_ranks
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 22  # elements per partial sum, which takes 16 bytes per element

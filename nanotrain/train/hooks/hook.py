@@ -8,10 +8,9 @@ from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.group import Group
 from nanotrain.errors import TrainingFault
 from nanotrain.log import get_logger
-from nanotrain.quantities import count_of
+from nanotrain.quantities import count_of, named_ranks
 from nanotrain.train.run import Run
 from nanotrain.train.step_report import StepReport
-from nanotrain.watch.report import named_ranks
 
 log = get_logger(__name__)
 

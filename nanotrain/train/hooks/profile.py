@@ -1,4 +1,4 @@
-"""What torch records of some ranks, of all unless `--profile-ranks` is set.
+"""What torch records of some ranks: of `--profile-ranks`, else of all, in large runs of one data-parallel replica.
 
 ProfileHook       profiler traces of some steps, in `profile/` of the run folder, one file per rank
 memory_snapshot   the history of GPU memory in `--memory-snapshot-path`, also where a run ends for lack of it
@@ -20,6 +20,7 @@ from nanotrain.train.run import Run
 from nanotrain.train.step_report import StepReport
 
 log = get_logger(__name__)
+MAX_RECORDED = 64  # ranks of a run that are all recorded; a trace has tens of MB, and replicas do the same
 
 
 class ProfileHook(Hook):
@@ -76,7 +77,9 @@ class ProfileHook(Hook):
 
 def is_recorded(train: TrainConfig, context: ParallelContext) -> bool:
     """Whether this rank is one of `--profile-ranks`."""
-    return not train.profile_ranks or context.rank in train.profile_ranks
+    if train.profile_ranks:
+        return context.rank in train.profile_ranks
+    return context.topology.world_size <= MAX_RECORDED or context.group("dp").is_first
 
 
 @contextmanager

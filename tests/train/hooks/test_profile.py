@@ -17,6 +17,7 @@ from tests.harness import run_ranks
 from tests.laws.command_line import arguments, run_command_lines
 from tests.train.small_run import Failing, small_run, train
 
+TWO = SimpleNamespace(world_size=2)
 TWO_STEPS = ("--profile", "--profile-step-start", "2", "--profile-step-end", "3")
 
 
@@ -41,12 +42,23 @@ def test_only_ranks_of_the_list_write_a_trace(tmp_path, rank, number):
     assert len(traces(tmp_path)) == number
 
 
+@pytest.mark.parametrize(("world_size", "ranks"), [(64, {0, 1, 2, 3}), (128, {0, 1})])
+def test_of_many_ranks_those_of_one_replica_are_recorded(world_size, ranks):
+    topology = SimpleNamespace(world_size=world_size)
+    contexts = [
+        SimpleNamespace(rank=rank, topology=topology, group=lambda name, rank=rank: SimpleNamespace(is_first=rank < 2))
+        for rank in range(4)
+    ]
+    assert {context.rank for context in contexts if hook.is_recorded(TrainConfig(), context)} == ranks
+    assert [hook.is_recorded(TrainConfig(profile_ranks=[3]), context) for context in contexts] == [False] * 3 + [True]
+
+
 def test_the_history_of_memory_is_written_after_an_error_too(tmp_path, monkeypatch, logged):
     written: list[Path] = []
     monkeypatch.setattr(hook, "start_memory_history", lambda device: written.append(Path(device.type)))
     monkeypatch.setattr(hook, "write_memory_history", written.append)
     settings = TrainConfig(memory_snapshot_path=str(tmp_path / "m.pickle"), profile_ranks=[0])
-    rank_0, rank_1 = (SimpleNamespace(rank=rank, device=torch.device("cuda")) for rank in (0, 1))
+    rank_0, rank_1 = (SimpleNamespace(rank=rank, device=torch.device("cuda"), topology=TWO) for rank in (0, 1))
     with pytest.raises(MemoryError), hook.memory_snapshot(settings, rank_0):
         raise MemoryError
     assert written == [Path("cuda"), tmp_path / "m-rank-00000.pickle"]
