@@ -2,7 +2,8 @@
 
 The order of precedence, lowest first: `train.yaml`, the chosen files of its groups, the recipe, the command line.
 Hydra resolves the defaults lists into the files to merge, in order. They are merged here, once, and so are the settings
-of the command line, which keeps their source. Hydra takes 0.4 s, so it is imported where a file is chosen.
+of the command line, which keeps their source. Hydra takes 0.4 s, so it is imported where a file is chosen, and files
+are resolved and read once, until they are written again.
 """
 
 import os
@@ -10,7 +11,8 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote, urlparse
@@ -23,21 +25,13 @@ from nanotrain.config.arguments import FLAGS, choice_of, is_file
 from nanotrain.config.config import Config
 from nanotrain.config.flags import CommandLine, Setting
 from nanotrain.config.references import mark_references
-from nanotrain.config.schema import ENTRIES, KEYS, SECTIONS, flatten, nest, to_dict
+from nanotrain.config.schema import ENTRIES, KEYS, SECTIONS, flat_values, flatten, nest
 from nanotrain.config.suggest import by_meaning, did_you_mean, nearest_choice
 from nanotrain.errors import ConfigError, ErrorCollector
 from nanotrain.paths import is_secret, local_path
 
 _HYDRA = threading.RLock()  # Hydra is one per process: threads compose one after the other
-DEFAULTS = OmegaConf.create(to_dict(Config()))  # merged into copies: to wrap all fields anew takes 5 ms more
-
-
-@dataclass(frozen=True)
-class Composed:
-    """Plain values of the sections, and the YAML file of each value that a file sets."""
-
-    values: dict[str, dict[str, Any]]
-    files: dict[str, str]
+DEFAULTS = flat_values(Config())
 
 
 def config_dir() -> Path:
@@ -67,8 +61,8 @@ def search_path(line: CommandLine) -> list[Path]:
     return folders
 
 
-def compose_files(line: CommandLine) -> Composed:
-    """Compose the chosen files and record which file sets each value.
+def compose_files(line: CommandLine) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values that the chosen files set, by key, and the file of each.
 
     Raises:
         ConfigError: an unknown file, group, section or field, or YAML that cannot be read.
@@ -81,8 +75,11 @@ def compose_files(line: CommandLine) -> Composed:
     base, listed = defaults_list(line.config_name, folders)
     overrides = [f"{'' if group in listed else '+'}{group}={name}" for group, name in choices.items()]
     overrides.append("hydra.searchpath=[" + ",".join(f"'file://{folder}'" for folder in folders[1:]) + "]")
-    composes = bool(choices) or any(name is not None for name in listed.values())
-    chosen = chosen_files(line.config_name, overrides, folders=folders) if composes else [(base, "")]
+    chosen = [(base, "")]
+    if choices or any(name is not None for name in listed.values()):
+        # the folders of a user may be large
+        state = frozenset(map(state_of, folders[0].rglob("*.yaml"))) if len(folders) == 1 else object()
+        chosen = chosen_files(line.config_name, tuple(overrides), folders=tuple(folders), state=state)
     values, files = merge_files(chosen, built_in=folders[0])
     if recipe_path is not None:
         if not recipe_path.is_file():
@@ -95,13 +92,8 @@ def compose_files(line: CommandLine) -> Composed:
             raise ConfigError(f"{recipe_path} sets nothing", why="it is empty, or has comments alone", fix=fix)
         settings = fields_of(values_of_file, str(recipe_path))
         files |= dict.fromkeys(settings, str(recipe_path))
-        values = to_plain(OmegaConf.merge(values, nest(settings)))
-    return Composed(values, files)
-
-
-def to_plain(composed: Any, *, resolve: bool = False) -> dict[str, Any]:
-    """Sections as plain values; with `resolve`, `${section.field}` is replaced by its value."""
-    return cast(dict[str, Any], OmegaConf.to_container(composed, resolve=resolve))
+        values |= settings
+    return values, files
 
 
 @contextmanager
@@ -166,14 +158,23 @@ def check_choices(choices: Mapping[str, str], folders: list[Path]) -> None:
                 read_yaml(path)  # its mistakes are found before Hydra reads it
 
 
-def names_in(group: str, folders: list[Path]) -> list[str]:
+def names_in(group: str, folders: Sequence[Path]) -> list[str]:
     """The names of a group's YAML files."""
     parents = [folder / group for folder in folders]
     return sorted({str(path.relative_to(parent))[:-5] for parent in parents for path in parent.rglob("*.yaml")})
 
 
-def chosen_files(config_name: str, overrides: list[str], *, folders: list[Path]) -> list[tuple[Path, str]]:
+@lru_cache
+def chosen_files(
+    config_name: str, overrides: tuple[str, ...], *, folders: tuple[Path, ...], state: object
+) -> list[tuple[Path, str]]:
     """The files that Hydra's defaults lists choose, in order of merging, each with the section it fills ("": several).
+
+    Args:
+        config_name: name of the first file.
+        overrides: choices and the search path, in Hydra's form.
+        folders: folders of the files.
+        state: sizes and times of all files; with others they are resolved again.
 
     Raises:
         ConfigError: a defaults list that cannot be resolved, or a file that another of its name would shadow.
@@ -186,7 +187,7 @@ def chosen_files(config_name: str, overrides: list[str], *, folders: list[Path])
     with _HYDRA, composition_errors(), initialize_config_dir(str(folders[0]), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         try:
-            composed = loader.compute_defaults_list(config_name, overrides, run_mode=RunMode.RUN)
+            composed = loader.compute_defaults_list(config_name, [*overrides], run_mode=RunMode.RUN)
         except MissingConfigException as error:
             group, _, name = (error.missing_cfg_file or "").rpartition("/")
             names = names_in(group, folders)
@@ -213,19 +214,14 @@ def merge_files(files: list[tuple[Path, str]], *, built_in: Path) -> tuple[dict[
     Raises:
         ConfigError: an unknown section or field, or values that cannot be merged.
     """
-    contents: list[dict[str, Any]] = []
-    sources: dict[str, str] = {}
+    values, sources = dict[str, Any](), dict[str, str]()
     for path, package in files:
-        content = read_yaml(path)
-        content.pop("defaults", None)
+        content = {name: value for name, value in read_yaml(path).items() if name != "defaults"}
         shown = str(path.relative_to(built_in)) if path.is_relative_to(built_in) else str(path)
         settings = fields_of(nest({package: content}) if package else content, shown)
-        contents.append(nest(settings))
+        values |= settings
         sources |= dict.fromkeys(settings, shown)
-    if not sources:
-        return {}, {}  # without Hydra, which takes 0.2 s to import
-    with composition_errors():
-        return to_plain(OmegaConf.merge({}, *contents)), sources
+    return values, sources
 
 
 def fields_of(values_of_file: dict[str, Any], file: str) -> dict[str, Any]:
@@ -243,17 +239,18 @@ def fields_of(values_of_file: dict[str, Any], file: str) -> dict[str, Any]:
 
 
 def merge_settings(
-    values: dict[str, dict[str, Any]], settings: list[Setting], *, defaults: Mapping[str, Any] | None = None
-) -> dict[str, dict[str, Any]]:
+    values: Mapping[str, Any], settings: list[Setting], *, defaults: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Merge settings of the command line into the values of the files, in order, and resolve interpolations.
 
-    `defaults`, by key, are used in place of the fields' own.
+    `values` and `defaults` are by key; `defaults` are used in place of the fields' own.
     """
-    merged = OmegaConf.merge(DEFAULTS, nest(defaults or {}), values)
+    merged = nest({**DEFAULTS, **(defaults or {}), **values, **{each.key: parse_value(each) for each in settings}})
+    if "${" not in str(merged):
+        return merged  # OmegaConf takes 15 ms
     try:
-        for setting in settings:
-            OmegaConf.update(merged, setting.key, parse_value(setting), merge=False)
-        return cast(dict[str, dict[str, Any]], mark_references(to_plain(merged, resolve=True), to_plain(merged)))
+        resolved = OmegaConf.to_container(OmegaConf.create(merged), resolve=True)
+        return cast(dict[str, Any], mark_references(resolved, merged))
     except OmegaConfBaseException as error:
         raise _interpolation_error(error, settings) from None
 
@@ -296,6 +293,17 @@ def parse_value(setting: Setting) -> Any:
         raise ConfigError(f"{setting.text} cannot be read", why=why, fix=fix) from None
 
 
+def state_of(path: Path) -> tuple[Path, int, int]:
+    """A file, its size and the time when it was written."""
+    return path, (stat := path.stat()).st_size, stat.st_mtime_ns
+
+
+@lru_cache
+def plain_yaml(path: Path, *, state: object) -> Any:
+    """The values in a YAML file of this state."""
+    return OmegaConf.to_container(OmegaConf.load(path))
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
@@ -303,7 +311,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, or holds none.
     """
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path))
+        content = plain_yaml(path, state=state_of(path))
     except yaml.MarkedYAMLError as error:
         why = ", ".join(filter(None, (error.context, error.problem)))
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""

@@ -180,8 +180,8 @@ def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
     defaults = megatron_values() if line.wants_megatron_defaults else {}
     values = None
     with errors:
-        composed = compose_files(line)
-        values, files = merge_settings(composed.values, line.settings, defaults=defaults), composed.files
+        values_of_files, files = compose_files(line)
+        values = merge_settings(values_of_files, line.settings, defaults=defaults)
     if values is None:
         errors.raise_errors()
         raise AssertionError("values are missing without an error")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field
+from functools import cached_property
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 from urllib.parse import urlsplit
@@ -62,12 +63,12 @@ class Entry:
     field: Field[Any]
     prefix: str = ""
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The field's unique name over all sections, the one behind its flag."""
         return self.field.metadata["name"] or self.prefix + self.field.name
 
-    @property
+    @cached_property
     def key(self) -> str:
         """The field's dotted name, `section.field`."""
         return f"{self.section}.{self.field.name}"
@@ -94,7 +95,7 @@ class Entry:
     def is_optional(self) -> bool:
         return self.default is None
 
-    @property
+    @cached_property
     def kind(self) -> Any:
         """The type of a value that is not None: bool, int, float, str, list or a Literal."""
         declared = self.field.type
@@ -102,12 +103,12 @@ class Entry:
             declared = next(kind for kind in get_args(declared) if kind is not type(None))
         return list if get_origin(declared) is list else declared
 
-    @property
+    @cached_property
     def item(self) -> Any:
         """The type of one value: of a list the type of its items."""
         return get_args(self.field.type)[0] if self.kind is list else self.kind
 
-    @property
+    @cached_property
     def choices(self) -> tuple[str, ...]:
         """The values of a field that takes a few names."""
         return get_args(self.item) if get_origin(self.item) is Literal else ()

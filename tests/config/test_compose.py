@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from nanotrain.config.compose import compose_files, config_dir, merge_settings, read_yaml
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_config
+from nanotrain.config.schema import nest
 from nanotrain.errors import ConfigError
 
 
@@ -19,16 +20,14 @@ def write(path: Path, text: str) -> Path:
 
 
 def test_nested_sections_are_composed_with_their_file():
-    composed = compose_files(parse(["model=deepseek_v3"]))
-    assert composed.values["model"]["moe"]["router_topk"] == 8
-    assert (
-        composed.files["model.moe.router_topk"] == composed.files["model.mla.q_lora_rank"] == "model/deepseek_v3.yaml"
-    )
+    values, files = compose_files(parse(["model=deepseek_v3"]))
+    assert values["model.moe.router_topk"] == 8
+    assert files["model.moe.router_topk"] == files["model.mla.q_lora_rank"] == "model/deepseek_v3.yaml"
 
 
 def test_settings_are_merged_over_the_files_in_order():
     line = parse(["--lr", "1", "optim.lr=2", "model.moe.num_experts=4"])
-    values = merge_settings({"optim": {"clip_grad": 3.0}}, line.settings)
+    values = merge_settings({"optim.clip_grad": 3.0}, line.settings)
     assert values["optim"]["lr"] == "2" and values["optim"]["clip_grad"] == 3.0
     assert values["model"]["moe"]["num_experts"] == "4"
 
@@ -138,13 +137,26 @@ def test_the_folder_of_recipes_can_be_moved(tmp_path, monkeypatch):
         load_config([])
 
 
+def test_files_that_are_written_again_are_read_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOTRAIN_CONFIG_DIR", str(tmp_path))
+    write(tmp_path / "train.yaml", "defaults: [{config: null}, _self_]\n")
+    for seed, size in ((3, "small"), (4, "small"), (4, "medium")):  # values, then a defaults list
+        write(
+            tmp_path / "config" / "mine.yaml",
+            f"# @package _global_\ndefaults: [{size}, _self_]\ntrain: {{seed: {seed}}}\n",
+        )
+        write(tmp_path / "config" / f"{size}.yaml", f"# @package _global_\ntrain: {{run_dir: {size}}}\n")
+        train = load_config(["+config=mine"]).train
+        assert (train.seed, train.run_dir) == (seed, size)
+
+
 @pytest.mark.parametrize("words", [["+config=tiny_moe"], ["+config=llama7b", "parallel=zero2"], []], ids=" ".join)
 def test_files_are_merged_as_hydra_merges_them(words):
     line = parse(words)
     overrides = [f"{group}={name}" for group, name in line.choices.items()]
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         composed = OmegaConf.to_container(compose("train", overrides))
-    assert compose_files(line).values == composed
+    assert nest(compose_files(line)[0]) == composed
 
 
 @pytest.mark.parametrize(
