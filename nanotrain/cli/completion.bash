@@ -8,6 +8,8 @@ _nanotrain() {
     words="@commands@ --help --version"
   elif [[ $command == checkpoint ]] && ((COMP_CWORD == 2)); then
     words="@checkpoint@"
+  elif [[ $command == data ]] && ((COMP_CWORD == 2)); then
+    words="@data@"
   elif [[ $current == -* && $command =~ ^(train|sweep|parity|topology|evaluate|config)$ ]]; then
     words="@flags@"
   elif [[ $current == +* ]]; then

@@ -1,7 +1,8 @@
 """`nanotrain COMMAND ...`: one function per command, which parses its arguments and calls another package.
 
     train | prepare | parity | topology | report | watch | runs | compare | timeline | config
-    completion | sweep, plan, dry-run, checkpoint COMMAND (files of these names), evaluate and generate (trained.py)
+    completion | sweep, plan, dry-run, checkpoint COMMAND and data COMMAND (files of these names)
+    evaluate, generate (trained.py)
 
 Packages are imported inside the commands, so that `--help` does not load torch.
 """
@@ -13,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from nanotrain.cli.checkpoint import CHECKPOINT_COMMANDS
+from nanotrain.cli.data import DATA_COMMANDS
 from nanotrain.cli.dry_run import dry_run
 from nanotrain.cli.launch import check_names, launch, split_arguments
 from nanotrain.cli.parser import Command, CommandParser, run_command
@@ -118,6 +120,11 @@ def checkpoint(argv: Sequence[str]) -> int:
     return run_command("nanotrain checkpoint", argv, commands=CHECKPOINT_COMMANDS)
 
 
+def data(argv: Sequence[str]) -> int:
+    """List the documents of a step, the steps of a document, or the tokens read of each corpus."""
+    return run_command("nanotrain data", argv, commands=DATA_COMMANDS)
+
+
 def report(argv: Sequence[str]) -> int:
     """Write an HTML report of one or several runs: curves, settings, memory, checkpoints, samples."""
     args = CommandParser("report", report).parse_args(argv)
@@ -207,6 +214,7 @@ def completion(argv: Sequence[str]) -> int:
         "recipes": names_in("config", [config_dir()]),
         "commands": COMMANDS,
         "checkpoint": CHECKPOINT_COMMANDS,
+        "data": DATA_COMMANDS,
         "flags": sorted({*FLAGS, *NEGATIONS, *ALIASES, "--nproc-per-node"}),
     }
     script = Path(__file__).with_name("completion.bash").read_text()
@@ -217,7 +225,7 @@ def completion(argv: Sequence[str]) -> int:
 
 
 _ALL = (
-    *(train, prepare, sweep, plan, dry_run, parity, topology, checkpoint, evaluate, generate),
+    *(train, prepare, sweep, plan, dry_run, parity, topology, checkpoint, data, evaluate, generate),
     *(report, watch, runs, compare, timeline, config, completion),
 )
 COMMANDS: dict[str, Command] = {command.__name__.replace("_", "-"): command for command in _ALL}

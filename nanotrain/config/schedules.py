@@ -193,13 +193,12 @@ def batch_sizes(schedule: BatchSchedule, consumed_samples: int = 0) -> Iterator[
         consumed_samples += size
 
 
-def samples_of_steps(schedule: BatchSchedule, steps: int) -> int:
-    """Samples of the first `steps` batches.
+def samples_of_steps(schedule: BatchSchedule, steps: int, *, consumed: int = 0) -> int:
+    """Samples consumed after `steps` batches, the first of which starts at `consumed`.
 
     >>> samples_of_steps(RampUp(start=2, increment=2, samples=12, final=8), 5)
     22
     """
-    consumed = 0
     while steps > 0 and consumed <= schedule.last_change:
         consumed, steps = consumed + schedule.size_at(consumed), steps - 1
     return consumed + steps * schedule.final

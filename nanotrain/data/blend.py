@@ -107,11 +107,8 @@ class BlendedDataset:
         self._starts = [stage.start for stage in stages]
         self._trees = [plan_blend(stage.weights) for stage in stages]
         self._read_before = [[0] * len(self.datasets)]  # by stage and source: samples read in earlier stages
-        for stage, tree, end in zip(stages, self._trees, self._starts[1:], strict=False):
-            read = list(self._read_before[-1])
-            for dataset, count in count_visits(tree, end - stage.start).items():
-                read[stage.sources[dataset]] += count
-            self._read_before.append(read)
+        for end in self._starts[1:]:
+            self._read_before.append(self._read_at(end))
 
     @classmethod
     def by_weight(cls, datasets: Sequence[SampleDataset], weights: Sequence[Fraction]) -> Self:
@@ -140,6 +137,10 @@ class BlendedDataset:
         source = stage.sources[dataset]
         return source, self._read_before[number][source] + sample
 
+    def read_by(self, index: int) -> list[int]:
+        """By source, the samples among the first `index` of the blend."""
+        return self._read_at(index) if index else self._read_before[0]
+
     def __getitem__(self, index: int) -> Sample:
         """Sample `index` >= 0; indices continue after an epoch."""
         source, sample = self.locate(index)
@@ -147,3 +148,10 @@ class BlendedDataset:
 
     def _stage_index(self, index: int) -> int:
         return bisect_right(self._starts, index) - 1
+
+    def _read_at(self, end: int) -> list[int]:
+        number = self._stage_index(end - 1)
+        stage, read = self.stages[number], list(self._read_before[number])
+        for dataset, count in count_visits(self._trees[number], end - stage.start).items():
+            read[stage.sources[dataset]] += count
+        return read

@@ -4,12 +4,12 @@ Everything here takes constant time for any size of the corpora and needs no dev
 any rank waits for another.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from nanotrain.config.config import DataConfig
-from nanotrain.config.notation import read_named, read_stages
+from nanotrain.config.notation import read_named, read_stages, stage_starts
 from nanotrain.data.batch import SampleDataset
 from nanotrain.data.blend import BlendedDataset, StageBlend
 from nanotrain.data.corpus_info import recorded_tokenizer, require_same_tokenizer
@@ -60,7 +60,7 @@ def build_data(
 
     Args:
         data: the data section; the quick-start corpus is prepared already. With `data_stages` the starts in the
-            training split are as configured, in steps or samples; see `BlendedDataset.starting_at`.
+            training split are as configured, in steps or samples; see `starting_stages`.
         vocab_size: token ids must be in [0, vocab_size).
         seed: key of the shuffle.
         required: splits that must have samples; the others may be None.
@@ -138,6 +138,20 @@ def _stage(datasets: Sequence[GPTDataset], data: DataConfig) -> BlendedDataset:
             weights[index] = weights.get(index, Fraction(0)) + weight
         stages.append(StageBlend(stage.name, stage.start, tuple(weights), tuple(weights.values())))
     return BlendedDataset(datasets, stages)
+
+
+def starting_stages(samples: SampleDataset, data: DataConfig, samples_of: Callable[[int], int]) -> SampleDataset:
+    """The training samples with the stages of `data_stages` at the samples where they start in a run.
+
+    Args:
+        samples: training split of `build_data`.
+        data: data section.
+        samples_of: number of samples in the first steps of the run.
+    """
+    stages = read_stages(data.stages)
+    if not (stages and isinstance(samples, BlendedDataset)):
+        return samples
+    return samples.starting_at(stage_starts(stages, samples_of))
 
 
 def _dataset(corpus: IndexedTokens, data: DataConfig, *, split: int, vocab_size: int, seed: int) -> GPTDataset:

@@ -51,12 +51,21 @@ class GPTDataset:
         Raises:
             DataError: the window holds a token id outside the vocabulary.
         """
-        config, seq_length = self.config, self.config.seq_length
+        first = self.first_token(index)
+        return self._sample(self._read(first, first + self.config.seq_length + 1), first)
+
+    def first_token(self, index: int) -> int:
+        """Stream offset of the first token of sample `index` >= 0."""
         epoch, window = divmod(index, self.samples_per_epoch)
-        if config.shuffle:
+        if self.config.shuffle:
             window = permuted(window, self.samples_per_epoch, seed=self.seed, epoch=epoch)
-        first = self.start + window * seq_length
-        return self._sample(self._read(first, first + seq_length + 1), first)
+        return self.start + window * self.config.seq_length
+
+    def index_of(self, window: int, epoch: int) -> int:
+        """The index of the sample that is a window of the split, in an epoch; the inverse of `first_token`."""
+        if self.config.shuffle:
+            window = permuted(window, self.samples_per_epoch, seed=self.seed, epoch=epoch, inverse=True)
+        return epoch * self.samples_per_epoch + window
 
     def _sample(self, ids: np.ndarray, first: int) -> Sample:
         """A sample of S + 1 tokens from `first` of the stream on, with the masks and positions of its documents.
@@ -123,8 +132,10 @@ class AllWindows(GPTDataset):
         return sample
 
 
-def permuted(index: int, size: int, *, seed: int, epoch: int) -> int:
+def permuted(index: int, size: int, *, seed: int, epoch: int, inverse: bool = False) -> int:
     """Element `index` of a random permutation of [0, size), one per seed and epoch; computed, not stored.
+
+    With `inverse` the index at which the permutation has the element `index`.
 
     A Feistel network is a bijection of [0, 4**h) for any round function. Following its cycle until the value is below
     `size` restricts it to [0, size). With 4**h < 4 * size this takes fewer than four steps on average, so one index
@@ -135,17 +146,23 @@ def permuted(index: int, size: int, *, seed: int, epoch: int) -> int:
 
     >>> sorted(permuted(index, 5, seed=1, epoch=0) for index in range(5))
     [0, 1, 2, 3, 4]
+    >>> [permuted(permuted(index, 5, seed=1, epoch=0), 5, seed=1, epoch=0, inverse=True) for index in range(5)]
+    [0, 1, 2, 3, 4]
     """
     assert 0 <= index < size, f"index {index} is outside [0, {size}): the loop might not end"
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1
     key = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
     round_keys = struct.unpack(f"<{_ROUNDS}Q", key)
+    if inverse:
+        round_keys = round_keys[::-1]
     while True:
         left, right = index >> half_bits, index & mask
+        if inverse:  # a Feistel network backwards is itself with swapped halves and the keys in reverse
+            left, right = right, left
         for round_key in round_keys:
             left, right = right, left ^ (_mix(right + round_key) & mask)
-        index = left << half_bits | right
+        index = right << half_bits | left if inverse else left << half_bits | right
         if index < size:
             return index
 

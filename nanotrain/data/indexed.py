@@ -16,6 +16,7 @@ windows of 2048 tokens), and it needs no file position. The `.idx` is memory-map
 
 import os
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -84,6 +85,20 @@ class IndexedTokens:
     def document_start(self, document: int) -> int:
         """Stream offset of a document's first token; of the end for `document == num_documents`."""
         return self._sequence_start(int(self._documents[document]))
+
+    def documents_in(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The documents with tokens in [start, stop) of the stream: index, and the part of the range that they have."""
+        document = bisect_right(range(self.num_documents), start, key=self.document_start) - 1
+        while start < stop:
+            end = min(stop, self.document_start(document + 1))
+            if start < end:  # not an empty document
+                yield document, start, end
+            start, document = max(start, end), document + 1
+
+    def byte_of(self, position: int) -> int:
+        """The offset in the .bin of a token of the stream."""
+        sequence = bisect_right(range(self.num_sequences), position, key=self._sequence_start) - 1
+        return int(self._pointers[sequence]) + (position - self._sequence_start(sequence)) * self.dtype.itemsize
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Stream offsets in [start, stop) at which documents begin, ascending, int64."""

@@ -17,7 +17,7 @@ from nanotrain.errors import EnvironmentFault
 from nanotrain.log import get_logger
 from nanotrain.quantities import count_of
 from nanotrain.runs.files import disk_errors, disk_fault, open_append, write_all, write_bytes
-from nanotrain.untrusted import LARGEST, read_file
+from nanotrain.untrusted import LARGEST, read_file, read_rows
 
 log = get_logger(__name__)
 _SUM = re.compile(rb', "crc32": "([0-9a-f]{8})"}\n\Z')  # of the row without it
@@ -75,6 +75,11 @@ class MetricsFile:
             why="two jobs in one run folder overwrite each other's files",
             fix="end the other job, then start this one again; it resumes from its newest checkpoint",
         )
+
+
+def last_step(path: Path) -> int:
+    """The highest step with a row in metrics.jsonl; 0 without rows."""
+    return max((int(row["step"]) for row in read_rows(path) if type(row.get("step")) is int), default=0)
 
 
 def set_aside_after(path: Path, step: int) -> None:

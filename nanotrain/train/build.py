@@ -20,9 +20,8 @@ from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.stop_point import StopPoint
 from nanotrain.config.config import Config
-from nanotrain.config.notation import read_stages, stage_starts
 from nanotrain.data.batch import Batch
-from nanotrain.data.blend import BlendedDataset
+from nanotrain.data.build import starting_stages
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.kernels.compiler import inductor_fault, triton_fault
 from nanotrain.kernels.deferred_wgrad import WgradQueue
@@ -282,13 +281,10 @@ def _build_checkpointer(config: Config, folder: Path, *, context: ParallelContex
 
 
 def _open_batches(model: BuiltModel, *, state: TrainState) -> GlobalBatchLoader:
-    samples, plan = model.dataset, model.plan
-    stages = read_stages(plan.config.data.stages)
-    if stages and isinstance(samples, BlendedDataset):
-        samples_of = partial(plan.samples_of, batch_size=state.curve_batch_size)
-        samples = samples.starting_at(stage_starts(stages, samples_of))
+    plan = model.plan
+    samples_of = partial(plan.samples_of, batch_size=state.curve_batch_size)
     return GlobalBatchLoader(
-        samples,
+        starting_stages(model.dataset, plan.config.data, samples_of),
         sampler=plan.sampler,
         consumed_samples=state.consumed_samples,
         skipped_samples=state.skipped_samples,

@@ -32,6 +32,7 @@ from nanotrain.spec.counts import num_active_parameters, num_parameters
 from nanotrain.train.build import build_run
 from nanotrain.train.evaluate import EvaluateHook
 from nanotrain.train.hooks.checkpoint import CheckpointHook
+from nanotrain.train.hooks.data_order import DataOrderHook
 from nanotrain.train.hooks.end_of_run import PlannedPeak, ReportHook, SampleHook, SummaryHook
 from nanotrain.train.hooks.faults import DebugNanHook, ReplicasHook
 from nanotrain.train.hooks.hook import Hook, TimeoutHook
@@ -181,6 +182,7 @@ def choose_hooks(config: Config, tokenizer: str | None, *, planned: PlannedPeak 
         (config.evaluates, EvaluateHook(tokenizer)),
         (train.timing_log_level > 0 or train.profile, TimersHook()),  # before the log, which has the times
         (True, LogHook()),
+        (not config.data.mock_data, DataOrderHook()),
         (train.debug_nan, DebugNanHook()),
         (train.check_weight_hash_across_dp_replicas_interval > 0, ReplicasHook()),
         (any(getattr(train, name) for name in TRACKERS), TrackHook()),

@@ -21,9 +21,13 @@ def write_corpus(tmp_path: Path) -> WriteCorpus:
     """A function that writes documents as a pair and returns its prefix."""
 
     def write(documents: Sequence[np.ndarray], *, name: str = "corpus", dtype: str = "uint16") -> Path:
-        with TokenWriter(tmp_path / name, np.dtype(dtype)) as writer:
-            for document in documents:
-                writer.add_documents([document])
-        return tmp_path / name
+        return write_documents(tmp_path / name, documents, dtype=dtype)
 
     return write
+
+
+def write_documents(prefix: Path, documents: Sequence[np.ndarray], *, dtype: str = "uint16") -> Path:
+    with TokenWriter(prefix, np.dtype(dtype)) as writer:
+        for document in documents:
+            writer.add_documents([document])
+    return prefix

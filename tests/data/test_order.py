@@ -1,0 +1,155 @@
+"""The documents that are listed for a step are those that its ranks really read."""
+
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanotrain.config.config import Config, DataConfig, TrainConfig
+from nanotrain.config.schedules import batch_schedule
+from nanotrain.data.build import build_data, starting_stages
+from nanotrain.data.loader import GlobalBatchLoader
+from nanotrain.data.order import ORDER_NAME, DataOrder, OrderStart
+from nanotrain.data.sampler import SamplerConfig
+from nanotrain.errors import DataError, EnvironmentFault
+from tests.data.conftest import random_documents, write_documents
+
+VOCAB_SIZE = 5000
+LENGTHS = ((3, 40, 0, 17, 90, 5, 61), (120, 8, 33), (7,) * 25)
+
+
+@pytest.fixture(scope="module")
+def prefixes(tmp_path_factory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("corpora")
+    return [
+        write_documents(folder / f"c{i}", random_documents(lengths, vocab_size=VOCAB_SIZE, seed=i))
+        for i, lengths in enumerate(LENGTHS)
+    ]
+
+
+def random_config(draw: random.Random, prefixes: list[Path], *, consumed: int) -> Config:
+    """A blend by weight or size, or stages; a constant batch, a ramp-up or steps; with or without shuffle."""
+    chosen = draw.sample(prefixes, draw.randint(1, 3))
+    blend = " ".join(f"{draw.randint(1, 9)} {prefix}" for prefix in chosen)
+    data: dict[str, object] = {"train_data_path": [blend]}
+    if draw.random() < 0.3:
+        data = {"train_data_path": list(map(str, chosen))}
+    elif draw.random() < 0.4:
+        data = {"stages": [f"a@0: {blend}", f"b@{draw.randint(1, 6)}: {draw.choice(prefixes)}"]}
+    seq_length, size = draw.choice([4, 8]), draw.randint(2, 6)
+    train = TrainConfig(global_batch_size=size, micro_batch_size=1, seed=draw.randint(0, 9), train_iters=12)
+    kind = draw.random()
+    if kind < 0.3:
+        train = replace(train, rampup_batch_size=[2, 2, 9], global_batch_size=6)
+    elif kind < 0.5:
+        steps = [f"0:{size}", f"{(consumed + 5) * seq_length}:{size + 3}"]
+        train = replace(train, step_batch_size_schedule=steps, global_batch_size=size + 3)
+    split = draw.choice(["100", "70,20,10"])
+    return Config(data=DataConfig(seq_length=seq_length, shuffle=draw.random() < 0.8, split=split, **data), train=train)
+
+
+def tokens_read(start: OrderStart, *, dp_size: int, num_steps: int) -> list[list[list[int]]]:
+    """By step, the tokens of every sample that the data-parallel ranks of a run read after a start."""
+    config, data = start.config, start.config.data
+    samples = build_data(data, vocab_size=VOCAB_SIZE, seed=config.train.seed, required=("train",)).train
+    assert samples is not None
+    samples = starting_stages(samples, data, lambda steps: stage_start(start, steps))
+    by_step: list[list[list[int]]] = [[] for _ in range(num_steps)]
+    size = config.train.global_batch_size
+    assert size is not None
+    for rank in range(dp_size):
+        sampler = SamplerConfig(rank, dp_size, 1, size, schedule=batch_schedule(config))
+        with GlobalBatchLoader(
+            samples,
+            sampler=sampler,
+            consumed_samples=start.consumed_samples,
+            skipped_samples=start.skipped_samples,
+        ) as loader:
+            for tokens in by_step:
+                batches = [batch for batch in next(loader) if not batch.is_padding]
+                tokens += [row for batch in batches for row in batch.tokens.tolist()]
+    return by_step
+
+
+def stage_start(start: OrderStart, steps: int) -> int:
+    """Samples of the first steps, counted one by one."""
+    schedule, consumed = batch_schedule(start.config), 0
+    for _ in range(steps):
+        consumed += schedule.size_at(consumed) if schedule else start.curve_batch_size
+    return consumed
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_documents_of_a_step_are_those_that_its_ranks_read(seed: int, prefixes: list[Path], tmp_path: Path) -> None:
+    for case in range(25):
+        draw = random.Random(f"{seed} {case}")
+        folder = tmp_path / str(case)
+        folder.mkdir()
+        # given a run that starts, and starts again with other settings, on other ranks, after a spike
+        expected: dict[int, list[list[int]]] = {}
+        step = consumed = skipped = curve = 0
+        for _ in range(draw.randint(1, 3)):
+            config = random_config(draw, prefixes, consumed=consumed)
+            curve = curve or config.train.global_batch_size or 0
+            start = OrderStart(step, consumed, skipped, curve, VOCAB_SIZE, config)
+            start.append_to(folder)
+            num_steps = draw.randint(1, 4)
+            read = tokens_read(start, dp_size=draw.randint(1, 2), num_steps=num_steps)
+            expected = {n: tokens for n, tokens in expected.items() if n <= step}
+            expected |= dict(enumerate(read, start=step + 1))
+            back = draw.randint(0, num_steps - 1)
+            consumed += sum(map(len, read[: num_steps - back]))
+            step, skipped = step + num_steps - back, skipped + draw.choice([0, 0, 5])
+        order = DataOrder.read(folder)
+        for number, samples in expected.items():
+            # then the parts of its documents are the tokens of every sample
+            listed: dict[int, list[int]] = {}
+            for use in order.documents(number):
+                stored = np.fromfile(use.corpus.bin_file, dtype=use.corpus.dtype)
+                size = use.corpus.dtype.itemsize
+                part = stored[use.first_byte // size : use.last_byte // size].tolist()
+                assert len(part) == use.tokens > 0
+                listed.setdefault(use.sample, []).extend(part)
+            assert sorted(listed.values()) == sorted(samples), (case, number)
+
+
+def test_a_document_is_found_in_every_step_that_reads_it(prefixes: list[Path], tmp_path: Path) -> None:
+    draw, found = random.Random(1), 0
+    for case in range(40):
+        start = OrderStart(0, 0, 0, 4, VOCAB_SIZE, random_config(draw, prefixes, consumed=0))
+        second = replace(start, step=4, consumed_samples=start.samples(4).stop + 1, skipped_samples=3)
+        order = DataOrder([start, second])
+        uses = Counter(
+            (use.corpus.prefix, use.document, step, use.sample) for step in range(1, 9) for use in order.documents(step)
+        )
+        for prefix in prefixes:
+            for document in range(len(LENGTHS[int(prefix.name[1:])])):
+                named = {key[2:] for key in uses if key[:2] == (prefix, document)}
+                assert set(order.samples_of(prefix, document, last_step=8)) == named, (case, prefix, document)
+                found += len(named)
+        ledger = order.tokens_by_corpus(8)
+        read = Counter()
+        for step in range(1, 9):
+            for use in order.documents(step):
+                read[str(use.corpus.prefix)] += use.tokens
+        assert {name: tokens for name, (tokens, _) in ledger.items() if tokens} == dict(read)
+    assert found > 500
+
+
+def test_a_folder_without_an_order_a_step_before_it_and_random_tokens_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFault, match="does not exist"):
+        DataOrder.read(tmp_path)
+    config = Config(data=DataConfig(mock_data=True), train=TrainConfig(global_batch_size=2))
+    OrderStart(3, 6, 0, 2, VOCAB_SIZE, config).append_to(tmp_path)
+    with pytest.raises(DataError, match="step 3 is not in the run: its first step is 4"):
+        list(DataOrder.read(tmp_path).documents(3))
+    with pytest.raises(DataError, match="random"):
+        list(DataOrder.read(tmp_path).documents(4))
+    row = json.loads((tmp_path / ORDER_NAME).read_text())
+    (tmp_path / ORDER_NAME).write_text(json.dumps(row | {"step": "three"}))
+    with pytest.raises(EnvironmentFault, match="step is 'three', it must be a whole number"):
+        DataOrder.read(tmp_path)
