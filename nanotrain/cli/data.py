@@ -6,7 +6,6 @@ step | find | ledger
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from nanotrain.cli.parser import Command, CommandParser
@@ -34,7 +33,7 @@ def find(argv: Sequence[str]) -> int:
     from nanotrain.runs.metrics_file import last_step
 
     order, done = DataOrder.read(args.run), last_step(args.run / "metrics.jsonl")
-    documents = [_document(args.document)] if args.document else documents_with(args.text, order, run=args.run)
+    documents = [order.document(args.document)] if args.document else documents_with(args.text, order, run=args.run)
     rows = []
     for corpus, document in documents:
         for number, sample in order.samples_of(corpus, document, last_step=order.train_iters):
@@ -62,13 +61,6 @@ def ledger(argv: Sequence[str]) -> int:
     ]
     _print_rows(rows, as_json=args.json)
     return 0
-
-
-def _document(text: str) -> tuple[Path, int]:
-    prefix, colon, number = text.rpartition(":")
-    if not colon or not number.isdigit():
-        raise DataError(f"{text} names no document", why="a document is PREFIX:INDEX", fix="write for example web:1200")
-    return Path(prefix), int(number)
 
 
 def _print_rows(rows: Sequence[dict[str, Any]], *, as_json: bool) -> None:

@@ -132,6 +132,7 @@ class DataConfig:
     test_data_path: list[str] = option([], "with train_data_path: prefixes for testing", is_path=True)
     stages: list[str] = option([], "instead of data_path: NAME@START: BLEND entries such as 'anneal@9000: 0.5 web 0.5 math', each the blend from a step on, or from a sample on (START with 'samples' after it)", name="data_stages", is_path=True)
     split: str = option("969,30,1", "proportions of training, validation and test documents")
+    exclude_documents: str | None = option(None, "file of training documents that are not read from the start of this process on: lines PREFIX:INDEX, or those that nanotrain data find --json prints", is_path=True)
     seq_length: int = option(256, "sequence length: tokens per sample", check=at_least(1))
     tokenizer_model: str | None = option(None, "Hugging Face name or folder, tokenizer.json, or 'bytes'; unset: the one next to the data", is_path=True)
     vocab_file: str | None = option(None, "GPT-2's vocab.json, with merge_file instead of tokenizer_model", is_path=True)

@@ -7,6 +7,7 @@ any rank waits for another.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from pathlib import Path
 
 from nanotrain.config.config import DataConfig
 from nanotrain.config.notation import read_named, read_stages, stage_starts
@@ -18,6 +19,7 @@ from nanotrain.data.gpt import GPTDataset, SyntheticDataset
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.errors import ConfigError, DataError, ErrorCollector
 from nanotrain.quantities import count_of
+from nanotrain.untrusted import object_of, parse_json, read_file, shown, text_of, unreadable, whole_number
 
 SPLITS = ("train", "valid", "test")
 
@@ -84,6 +86,8 @@ def build_data(
             _dataset(IndexedTokens(entry.prefix), data, split=split, vocab_size=vocab_size, seed=seed)
             for entry in prefixes
         ]
+        if name == "train" and data.exclude_documents:
+            datasets = without_documents(datasets, Path(data.exclude_documents))
         if name in required:
             _check_samples(name, datasets, proportions=data.split)
         is_staged = data.stages and name == "train"
@@ -95,6 +99,45 @@ def build_data(
         _check_samples("valid", [dataset], proportions=data.split)
         valid_sets[name] = dataset
     return DatasetSplits(**built, valid_sets=valid_sets)
+
+
+def without_documents(datasets: Sequence[GPTDataset], file: Path) -> list[GPTDataset]:
+    """The datasets without the documents of a file: a line is PREFIX:INDEX, or JSON with corpus and document.
+
+    Raises:
+        DataError: a line of another form, or of a document that no corpus of the run has.
+    """
+    excluded: dict[Path, set[int]] = {dataset.corpus.prefix: set() for dataset in datasets}
+    sizes = {dataset.corpus.prefix: dataset.corpus.num_documents for dataset in datasets}
+    try:
+        for line in read_file(file).decode().splitlines():
+            if line.strip():
+                prefix, document = read_document(line)
+                if document >= sizes.get(prefix, 0):
+                    raise ValueError(f"{line} is no document of {', '.join(map(str, sizes))}")
+                excluded[prefix].add(document)
+    except (OSError, ValueError) as error:
+        fix = "write one PREFIX:INDEX per line; `nanotrain data find --json` prints such lines"
+        raise DataError(f"--exclude-documents {file} cannot be used", why=unreadable(error), fix=fix) from None
+    return [replace(dataset, excluded=frozenset(excluded[dataset.corpus.prefix])) for dataset in datasets]
+
+
+def read_document(text: str) -> tuple[Path, int]:
+    """The prefix of a corpus and the index of a document in it, from PREFIX:INDEX or JSON.
+
+    Raises:
+        ValueError: text of another form.
+
+    >>> read_document("web:12"), read_document('{"corpus": "web", "document": 12}')[1]
+    ((PosixPath('web'), 12), 12)
+    """
+    if text.startswith("{"):
+        row = object_of(parse_json(text), "it")
+        return Path(text_of(row.get("corpus"), "corpus")), whole_number(row.get("document"), "document")
+    prefix, _, number = text.strip().rpartition(":")
+    if not prefix or not number.isdigit():
+        raise ValueError(f"{shown(text)} is not PREFIX:INDEX")
+    return Path(prefix), int(number)
 
 
 def _paths(data: DataConfig, name: str) -> list[str]:

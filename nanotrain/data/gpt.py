@@ -15,7 +15,7 @@ A window crosses document boundaries. The `.idx` stores them, so no tokenizer is
 
 import hashlib
 import struct
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
 
@@ -39,6 +39,7 @@ class GPTDataset:
     _: KW_ONLY
     vocab_size: int  # token ids must be in [0, vocab_size)
     seed: int = 0  # key of the shuffle of every epoch
+    excluded: frozenset[int] = frozenset()  # documents that are not read
 
     @property
     def samples_per_epoch(self) -> int:
@@ -52,7 +53,19 @@ class GPTDataset:
             DataError: the window holds a token id outside the vocabulary.
         """
         first = self.first_token(index)
-        return self._sample(self._read(first, first + self.config.seq_length + 1), first)
+        sample = self._sample(self._read(first, first + self.config.seq_length + 1), first)
+        return self._without_excluded(sample, first) if self.excluded else sample
+
+    def _without_excluded(self, sample: Sample, first: int) -> Sample:
+        """A sample whose excluded documents are masked, their tokens replaced by the last one: end-of-document."""
+        length = self.config.seq_length
+        ids, loss_mask = np.append(sample.tokens, sample.labels[-1]), sample.loss_mask.copy()
+        for document, start, stop in self.corpus.documents_in(first, first + length + 1):
+            if document in self.excluded:
+                end = self.corpus.document_start(document + 1)
+                ids[start - first : stop - first] = self.corpus.read(end - 1, end)[0]
+                loss_mask[max(0, start - first - 1) : stop - first - 1] = 0.0
+        return replace(sample, tokens=ids[:-1], labels=ids[1:], loss_mask=loss_mask)
 
     def first_token(self, index: int) -> int:
         """Stream offset of the first token of sample `index` >= 0."""

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanotrain.data.checksums import CHECKED_ON_OPENING, check_blocks
+from nanotrain.data.checksums import CHECKED_ON_OPENING, BlockCheck, check_blocks
 from nanotrain.data.token_format import HEADER, bin_path, idx_path, read_header
 from nanotrain.errors import DataError
 from nanotrain.quantities import count_of
@@ -162,6 +162,10 @@ class IndexedTokens:
     def _descriptor(self) -> int:
         return os.open(self.bin_file, os.O_RDONLY)
 
+    @cached_property
+    def _check(self) -> BlockCheck:
+        return BlockCheck(self.prefix, self._descriptor)
+
     def __del__(self) -> None:
         if "_descriptor" in self.__dict__:
             os.close(self._descriptor)
@@ -177,6 +181,14 @@ class IndexedTokens:
                     fix="do not overwrite a corpus while a run reads it",
                 )
             data += more
+        damaged = self._check.damaged(offset, offset + num_bytes)
+        if damaged is not None:
+            document, *_ = next(self.documents_in(offset // self.dtype.itemsize, self.num_tokens))
+            raise DataError(
+                f"{self.bin_file} is not as it was written",
+                why=f"its block from byte {damaged:,} on differs from its checksum; document {document} is read there",
+                fix=f"copy or prepare the corpus again; `nanotrain prepare --verify {self.prefix}` checks all blocks",
+            )
         return np.frombuffer(data, dtype=self.dtype)
 
     def _check_documents(self) -> None:

@@ -23,10 +23,11 @@ from nanotrain.config.schedules import batch_schedule, samples_of_steps
 from nanotrain.config.schema import config_from_dict, to_dict
 from nanotrain.data.batch import SampleDataset
 from nanotrain.data.blend import BlendedDataset
-from nanotrain.data.build import build_data, starting_stages
+from nanotrain.data.build import build_data, read_document, starting_stages
 from nanotrain.data.gpt import GPTDataset
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.errors import ConfigError, DataError, EnvironmentFault
+from nanotrain.quantities import count_of
 from nanotrain.runs.files import disk_errors, open_append, write_all
 from nanotrain.untrusted import object_of, read_rows, whole_number
 
@@ -127,6 +128,8 @@ class OrderStart:
             part = self.corpora[source]
             first = part.first_token(index)
             for document, start, stop in part.corpus.documents_in(first, first + part.config.seq_length):
+                if document in part.excluded:
+                    continue
                 yield DocumentUse(
                     step,
                     sample,
@@ -143,7 +146,7 @@ class OrderStart:
         part, samples = self.corpora[corpus], range(self.samples(steps[0]).start, self.samples(steps[-1]).stop)
         before, after = self.read_by(samples.start)[corpus], self.read_by(samples.stop)[corpus]
         start, stop = part.corpus.document_start(document), part.corpus.document_start(document + 1)
-        if before == after or start == stop:
+        if before == after or start == stop or document in part.excluded:
             return
         length = part.config.seq_length
         first, last = max(0, start - part.start) // length, (min(stop, part.stop) - 1 - part.start) // length
@@ -197,6 +200,23 @@ class DataOrder:
         if not starts:
             raise EnvironmentFault(f"{file} cannot be read", why=why, fix="name the folder of a run")
         return cls(starts)
+
+    def document(self, text: str) -> tuple[Path, int]:
+        """A document of the run by PREFIX:INDEX; of the prefix its last part is enough.
+
+        Raises:
+            DataError: no corpus of the run has it.
+        """
+        known = {part.corpus.prefix: part.corpus.num_documents for start in self.starts for part in start.corpora}
+        try:
+            named, document = read_document(text)
+            prefix = next(prefix for prefix in known if named in (prefix, Path(prefix.name)))
+            if document < known[prefix]:
+                return prefix, document
+            why = f"{prefix} has {count_of(known[prefix], 'document')}"
+        except (ValueError, StopIteration):
+            why = f"a document is PREFIX:INDEX, and the corpora are {', '.join(map(str, known))}"
+        raise DataError(f"{text} names no document of the run", why=why, fix="write for example web:1200")
 
     @property
     def train_iters(self) -> int:
