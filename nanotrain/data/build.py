@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from nanotrain.config.config import DataConfig
 from nanotrain.config.notation import read_named, read_stages, stage_starts
@@ -243,6 +244,36 @@ def _blend(datasets: Sequence[GPTDataset], prefixes: Sequence[WeightedPrefix]) -
         entry.weight if entry.weight is not None else Fraction(dataset.samples_per_epoch) for dataset, entry in filled
     ]
     return BlendedDataset.by_weight([dataset for dataset, _ in filled], weights)
+
+
+def corpora_of(samples: SampleDataset | None) -> tuple[GPTDataset, ...]:
+    """The corpora of a split; empty for random tokens."""
+    parts = samples.datasets if isinstance(samples, BlendedDataset) else (samples,)
+    return tuple(part for part in parts if isinstance(part, GPTDataset))
+
+
+def fingerprints(samples: SampleDataset | None) -> dict[str, str]:
+    """By prefix, the fingerprint of every corpus of a split."""
+    return {str(part.corpus.prefix): part.corpus.fingerprint for part in corpora_of(samples)}
+
+
+def require_same_corpora(samples: SampleDataset | None, saved: Mapping[str, Any]) -> None:
+    """Check that no corpus was replaced by another of the same name since a checkpoint was written.
+
+    Args:
+        samples: training split of the run.
+        saved: `fingerprints` in the checkpoint.
+
+    Raises:
+        DataError: one was: its samples would be others than those that the checkpoint counts.
+    """
+    for prefix, now in fingerprints(samples).items():
+        if saved.get(prefix, now) != now:
+            raise DataError(
+                f"{prefix} is not the corpus that the run has read",
+                why=f"its fingerprint is {now}, in the checkpoint it is {saved[prefix]}",
+                fix="restore it, give the new corpus another name, or start at its beginning with --finetune",
+            )
 
 
 def source_names(dataset: SampleDataset) -> tuple[str, ...]:

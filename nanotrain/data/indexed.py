@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanotrain.data.checksums import CHECKED_ON_OPENING, BlockCheck, check_blocks
+from nanotrain.data.checksums import CHECKED_ON_OPENING, BlockCheck, check_blocks, fingerprint
 from nanotrain.data.token_format import HEADER, bin_path, idx_path, read_header
 from nanotrain.errors import DataError
 from nanotrain.quantities import count_of
@@ -71,6 +71,11 @@ class IndexedTokens:
 
     def __reduce__(self) -> tuple[type, tuple[Path]]:
         return IndexedTokens, (self.prefix,)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digits that differ where the corpus does, see `checksums.fingerprint`."""
+        return fingerprint(self.prefix)
 
     @property
     def num_documents(self) -> int:

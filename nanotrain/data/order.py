@@ -23,7 +23,7 @@ from nanotrain.config.schedules import batch_schedule, samples_of_steps
 from nanotrain.config.schema import config_from_dict, to_dict
 from nanotrain.data.batch import SampleDataset
 from nanotrain.data.blend import BlendedDataset
-from nanotrain.data.build import build_data, read_document, starting_stages
+from nanotrain.data.build import build_data, corpora_of, read_document, starting_stages
 from nanotrain.data.gpt import GPTDataset
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.errors import ConfigError, DataError, EnvironmentFault
@@ -102,8 +102,7 @@ class OrderStart:
         Raises:
             DataError: the samples are random tokens.
         """
-        parts = self.dataset.datasets if isinstance(self.dataset, BlendedDataset) else (self.dataset,)
-        corpora = tuple(part for part in parts if isinstance(part, GPTDataset))
+        corpora = corpora_of(self.dataset)
         if not corpora:
             raise DataError("the samples of the run have no documents", why="they are random", fix="name another run")
         return corpora

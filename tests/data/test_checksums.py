@@ -7,9 +7,9 @@ import pytest
 
 from nanotrain.cli.main import main
 from nanotrain.data import checksums
-from nanotrain.data.checksums import BlockSums, check_blocks, sums_path
+from nanotrain.data.checksums import BlockSums, check_blocks, fingerprint, sums_path
 from nanotrain.data.indexed import IndexedTokens
-from nanotrain.data.token_format import bin_path
+from nanotrain.data.token_format import bin_path, idx_path
 from nanotrain.errors import DataError
 
 LINE = ["--tokenizer", "bytes", "--workers", "1"]
@@ -70,3 +70,26 @@ def test_checksums_of_another_length_are_one_error(corpus: Path) -> None:
     sums_path(corpus).write_bytes(b"")
     with pytest.raises(DataError, match="it has 10 blocks, corpus.bin.crc32 has checksums of 0"):
         IndexedTokens(corpus)
+
+
+def test_every_block_is_checked_when_it_is_first_read(corpus: Path) -> None:
+    flip(bin_path(corpus), 100)
+    tokens = IndexedTokens(corpus)
+    assert len(tokens.read(0, 32)) == 32  # block 0
+    with pytest.raises(DataError, match="block from byte 64 on differs from its checksum; document 0 is read there"):
+        tokens.read(20, 40)
+    flip(bin_path(corpus), 100)
+    assert len(tokens.read(20, 40)) == 20
+    flip(bin_path(corpus), 100)
+    assert len(tokens.read(30, 40)) == 10  # once per process: the block was read and sound
+
+
+def test_a_fingerprint_differs_where_the_tokens_do(corpus: Path) -> None:
+    before = IndexedTokens(corpus).fingerprint
+    assert before == IndexedTokens(corpus).fingerprint
+    for path in (sums_path(corpus), bin_path(corpus), idx_path(corpus)):
+        flip(path, 8)
+        assert fingerprint(corpus) != before, path
+        flip(path, 8)
+    sums_path(corpus).unlink()
+    assert fingerprint(corpus) != before

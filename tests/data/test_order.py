@@ -153,3 +153,48 @@ def test_a_folder_without_an_order_a_step_before_it_and_random_tokens_are_errors
     (tmp_path / ORDER_NAME).write_text(json.dumps(row | {"step": "three"}))
     with pytest.raises(EnvironmentFault, match="step is 'three', it must be a whole number"):
         DataOrder.read(tmp_path)
+
+
+def test_excluded_documents_are_neither_read_nor_listed(prefixes: list[Path], tmp_path: Path) -> None:
+    # given a file with one document as it is written and one as `data find --json` prints it
+    file = tmp_path / "excluded"
+    file.write_text(f'{prefixes[0]}:1\n\n{{"corpus": "{prefixes[0]}", "document": 4, "step": 2}}\n')
+    plain = DataConfig(train_data_path=[str(prefixes[0])], seq_length=8)
+    train = TrainConfig(global_batch_size=2)
+    starts = [
+        OrderStart(0, 0, 0, 2, VOCAB_SIZE, Config(data=data, train=train))
+        for data in (plain, replace(plain, exclude_documents=str(file)))
+    ]
+    # then samples are as before but for the tokens of both, which are not targets either
+    full, without = (start.dataset for start in starts)
+    corpus = starts[0].corpora[0].corpus
+    masked = 0
+    for index in range(2 * full.samples_per_epoch):
+        before, after = full[index], without[index]
+        first = starts[0].corpora[0].first_token(index)
+        for place in range(9):
+            document, *_ = next(corpus.documents_in(first + place, first + place + 1))
+            ids = [np.append(sample.tokens, sample.labels[-1])[place] for sample in (before, after)]
+            last = corpus.read(corpus.document_start(document + 1) - 1, corpus.document_start(document + 1))[0]
+            assert ids[1] == (last if document in (1, 4) else ids[0])
+            if place > 0:
+                assert after.loss_mask[place - 1] == (document not in (1, 4))
+                masked += document in (1, 4)
+    assert masked > 100
+    read = {use.document for step in range(1, 30) for use in DataOrder([starts[1]]).documents(step)}
+    assert read == {0, 3, 5, 6}
+    assert not list(DataOrder([starts[1]]).samples_of(prefixes[0], 4, last_step=30))
+    # and lines that name nothing of the run are refused
+    for line in ("c9:1", f"{prefixes[0]}:7", "web", '{"corpus": 1}'):
+        file.write_text(line)
+        with pytest.raises(DataError, match="excluded cannot be used"):
+            _ = replace(starts[1]).dataset
+
+
+def test_a_document_is_named_by_the_end_of_its_prefix(prefixes: list[Path]) -> None:
+    config = Config(data=DataConfig(train_data_path=[str(prefixes[1])], seq_length=8))
+    order = DataOrder([OrderStart(0, 0, 0, 2, VOCAB_SIZE, config)])
+    assert order.document("c1:2") == order.document(f"{prefixes[1]}:2") == (prefixes[1], 2)
+    for text, why in (("c1:3", "has 3 documents"), ("c0:1", "the corpora are"), ("c1", "PREFIX:INDEX")):
+        with pytest.raises(DataError, match=why):
+            order.document(text)

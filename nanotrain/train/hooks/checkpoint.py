@@ -18,6 +18,7 @@ from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.commit import set_aside_after
 from nanotrain.checkpoint.compatibility import kind_of
 from nanotrain.config.schema import to_dict
+from nanotrain.data.build import fingerprints
 from nanotrain.errors import NanotrainError
 from nanotrain.log import get_logger
 from nanotrain.runs.files import StorageFault
@@ -116,6 +117,7 @@ class CheckpointHook(Hook):
                 "train": run.state.to_dict(),
                 "optimizer": run.optimizer.state_dict(),
                 "last_step": {"loss": self._last_loss()},
+                "corpora": fingerprints(run.dataset),
             },
             "config": to_dict(run.config),
             "topology": {"world_size": run.context.topology.world_size, **asdict(run.context.topology.dense)},

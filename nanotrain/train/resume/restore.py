@@ -22,7 +22,7 @@ from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
 from nanotrain.checkpoint.store import describe_not_finite, none_usable, step_of
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.schema import config_from_dict, to_dict, unnest
-from nanotrain.data.build import first_blend, uses_quickstart
+from nanotrain.data.build import first_blend, require_same_corpora, uses_quickstart
 from nanotrain.data.corpus_info import is_same_tokenizer, recorded_tokenizer
 from nanotrain.data.data_path import parse_data_path
 from nanotrain.errors import NanotrainError
@@ -83,6 +83,8 @@ def restore(
                 start, targets, config=to_dict(config), padded_rows=vocabulary_rows(config.model), choose=choose
             )
             state = _load_state(manifest, optimizer, path=start, config=config)
+            if not config.checkpoint.finetune:
+                require_same_corpora(model.dataset, manifest.objects.get("corpora", {}))
             break
         except DamagedCheckpoint as error:  # the same on every rank
             if not may_fall_back:
