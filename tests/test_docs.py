@@ -15,7 +15,7 @@ import pytest
 
 import nanotrain
 from nanotrain.cli.launch import OPTIONS, split_arguments
-from nanotrain.cli.main import CHECKPOINT_COMMANDS, COMMANDS, main
+from nanotrain.cli.main import CHECKPOINT_COMMANDS, COMMANDS, DATA_COMMANDS, main
 from nanotrain.cli.parser import CommandParser
 from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS, SWITCHES
 from nanotrain.config.flags import OWN_FLAGS
@@ -52,7 +52,7 @@ def known_flags() -> frozenset[str]:
     configuration = {*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *SWITCHES, *megatron().flags}
     text = io.StringIO()
     for words in [[name] for name in COMMANDS if name != "checkpoint"] + [
-        ["checkpoint", n] for n in CHECKPOINT_COMMANDS
+        [group, n] for group, names in (("checkpoint", CHECKPOINT_COMMANDS), ("data", DATA_COMMANDS)) for n in names
     ]:
         with redirect_stdout(text), suppress(SystemExit):
             main([*words, "--help"])

@@ -31,6 +31,7 @@ RAN = re.compile(
 )
 PLANNED = re.compile(r"(\$ )?(nanotrain train|torchrun .*-m nanotrain\.train) .*")
 PARSED = {  # the beginning of a command: what runs it
+    "nanotrain data": "tests/cli/test_data.py",
     "nanotrain dry-run": "tests/planner/dry_run",
     "nanotrain plan": "tests/cli/test_plan.py",
     "nanotrain evaluate": "tests/inference/test_lm_eval.py",  # with --tasks: the package is an extra

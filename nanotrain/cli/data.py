@@ -46,9 +46,9 @@ def find(argv: Sequence[str]) -> int:
     return 0
 
 
-def ledger(argv: Sequence[str]) -> int:
+def tokens_read(argv: Sequence[str]) -> int:
     """Print the tokens that a run has read of each corpus."""
-    args = CommandParser("data ledger", ledger).parse_args(argv)
+    args = CommandParser("data ledger", tokens_read).parse_args(argv)
     from nanotrain.data.order import DataOrder
     from nanotrain.runs.metrics_file import last_step
 
@@ -79,5 +79,4 @@ def _shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-_ALL = (step, find, ledger)
-DATA_COMMANDS: dict[str, Command] = {command.__name__: command for command in _ALL}
+DATA_COMMANDS: dict[str, Command] = {"step": step, "find": find, "ledger": tokens_read}

@@ -243,14 +243,14 @@ class DataOrder:
 
     def tokens_by_corpus(self, last_step: int) -> dict[str, tuple[int, float]]:
         """By corpus, the tokens read up to a step and how many epochs they are."""
-        ledger: dict[str, tuple[int, float]] = {}
+        read: dict[str, tuple[int, float]] = {}
         for start, steps in self.ranges(last_step):
             before, after = start.read_by(start.samples(steps[0]).start), start.read_by(start.samples(steps[-1]).stop)
             for part, number in zip(start.corpora, map(int.__sub__, after, before), strict=True):
-                tokens, epochs = ledger.get(str(part.corpus.prefix), (0, 0.0))
+                tokens, epochs = read.get(str(part.corpus.prefix), (0, 0.0))
                 more = number * part.config.seq_length, number / max(1, part.samples_per_epoch)
-                ledger[str(part.corpus.prefix)] = tokens + more[0], epochs + more[1]
-        return ledger
+                read[str(part.corpus.prefix)] = tokens + more[0], epochs + more[1]
+        return read
 
     def ranges(self, last_step: int) -> Iterator[tuple[OrderStart, range]]:
         """Every start with its steps, up to `last_step`."""

@@ -5,6 +5,7 @@ runs/<name>/
   environment.json   versions, git revision, machine, command line
   starts.jsonl       one JSON object per start of the run: step, time, number of ranks, changed settings
   metrics.jsonl      one JSON object per step; metrics-superseded.jsonl has rows of repeated steps
+  data-order.jsonl   what the order of the samples follows from, per start and rollback; read by `nanotrain data`
   samples.jsonl      texts generated at the end of training: {"step", "text"}
   report.html        the report of the run
   run.lock           held by the job that trains in the folder
@@ -40,7 +41,7 @@ _PROBE = b"this process can write here"
 _FIX = "choose another folder with --run-dir, or free space"
 _MARKS = (LOCK_NAME, "checkpoints")  # a folder with one of them is a run's
 # Replaced or appended to by a run.
-_ROWS = ("metrics.jsonl", "metrics-superseded.jsonl", "samples.jsonl", "starts.jsonl")
+_ROWS = ("metrics.jsonl", "metrics-superseded.jsonl", "samples.jsonl", "starts.jsonl", "data-order.jsonl")
 _WRITTEN = ("config.yaml", "environment.json", "report.html", *_ROWS)
 REPORTED_PACKAGES = ("nanotrain", "torch", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
 

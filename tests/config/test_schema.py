@@ -26,7 +26,10 @@ from nanotrain.config.schema import (
 from nanotrain.errors import ConfigError, ConfigErrors, ErrorCollector
 from tests.config.asking import config_of
 
-WORDS = st.text("abc019. ,='/${}", max_size=8)
+WORDS, PATHS = (
+    st.text("abc019. ,='/${}", max_size=8),
+    st.text("abc019. ,='/", max_size=8),
+)  # $ names a variable in a path
 KINDS = {
     bool: st.booleans(),
     int: st.integers(min_value=0, max_value=10**15),
@@ -52,7 +55,7 @@ def plain_values(draw: st.DrawFn) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key in draw(st.lists(st.sampled_from(sorted(KEYS)), unique=True, max_size=12)):
         entry = KEYS[key]
-        one = st.sampled_from(entry.choices) if entry.choices else KINDS[entry.item]
+        one = st.sampled_from(entry.choices) if entry.choices else PATHS if entry.is_path else KINDS[entry.item]
         value = draw(st.lists(one, max_size=4) if entry.kind is list else one)
         check, items = entry.field.metadata["check"], value if entry.kind is list else [value]
         if "" in items and entry.default != "":  # an error

@@ -131,12 +131,12 @@ def test_a_document_is_found_in_every_step_that_reads_it(prefixes: list[Path], t
                 named = {key[2:] for key in uses if key[:2] == (prefix, document)}
                 assert set(order.samples_of(prefix, document, last_step=8)) == named, (case, prefix, document)
                 found += len(named)
-        ledger = order.tokens_by_corpus(8)
+        counted = order.tokens_by_corpus(8)
         read = Counter()
         for step in range(1, 9):
             for use in order.documents(step):
                 read[str(use.corpus.prefix)] += use.tokens
-        assert {name: tokens for name, (tokens, _) in ledger.items() if tokens} == dict(read)
+        assert {name: tokens for name, (tokens, _) in counted.items() if tokens} == dict(read)
     assert found > 500
 
 
