@@ -184,7 +184,7 @@ def _stage(datasets: Sequence[GPTDataset], data: DataConfig) -> BlendedDataset:
     return BlendedDataset(datasets, stages)
 
 
-def starting_stages(samples: SampleDataset, data: DataConfig, samples_of: Callable[[int], int]) -> SampleDataset:
+def starting_stages(samples: SampleDataset, data: DataConfig, *, samples_of: Callable[[int], int]) -> SampleDataset:
     """The training samples with the stages of `data_stages` at the samples where they start in a run.
 
     Args:

@@ -41,7 +41,7 @@ def documents_with(text: str, order: DataOrder, *, run: Path) -> list[tuple[Path
             for document in _candidates(part, inner):
                 key = part.corpus.prefix, document
                 if key not in found:
-                    found[key] = text in _text(part, document, tokenizer)
+                    found[key] = text in _text(part, document, tokenizer=tokenizer)
     return [key for key, has_text in found.items() if has_text]
 
 
@@ -60,6 +60,6 @@ def _candidates(part: GPTDataset, tokens: list[int]) -> Iterator[int]:
             at = block.find(wanted, at + 1)
 
 
-def _text(part: GPTDataset, document: int, tokenizer: Tokenizer) -> str:
+def _text(part: GPTDataset, document: int, *, tokenizer: Tokenizer) -> str:
     start, stop = part.corpus.document_start(document), part.corpus.document_start(document + 1)
     return tokenizer.decode(part.corpus.read(start, stop).tolist())

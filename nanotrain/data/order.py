@@ -93,7 +93,9 @@ class OrderStart:
         train = build_data(data, vocab_size=self.vocab_size, seed=self.config.train.seed, required=("train",)).train
         assert train is not None, "a required split"
         schedule, size = batch_schedule(self.config), self.curve_batch_size or self._batch_size
-        return starting_stages(train, data, lambda n: samples_of_steps(schedule, n) if schedule else n * size)
+        return starting_stages(
+            train, data, samples_of=lambda n: samples_of_steps(schedule, n) if schedule else n * size
+        )
 
     @cached_property
     def corpora(self) -> tuple[GPTDataset, ...]:

@@ -284,7 +284,7 @@ def _open_batches(model: BuiltModel, *, state: TrainState) -> GlobalBatchLoader:
     plan = model.plan
     samples_of = partial(plan.samples_of, batch_size=state.curve_batch_size)
     return GlobalBatchLoader(
-        starting_stages(model.dataset, plan.config.data, samples_of),
+        starting_stages(model.dataset, plan.config.data, samples_of=samples_of),
         sampler=plan.sampler,
         consumed_samples=state.consumed_samples,
         skipped_samples=state.skipped_samples,

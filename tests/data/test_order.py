@@ -57,7 +57,7 @@ def tokens_read(start: OrderStart, *, dp_size: int, num_steps: int) -> list[list
     config, data = start.config, start.config.data
     samples = build_data(data, vocab_size=VOCAB_SIZE, seed=config.train.seed, required=("train",)).train
     assert samples is not None
-    samples = starting_stages(samples, data, lambda steps: stage_start(start, steps))
+    samples = starting_stages(samples, data, samples_of=lambda steps: stage_start(start, steps))
     by_step: list[list[list[int]]] = [[] for _ in range(num_steps)]
     size = config.train.global_batch_size
     assert size is not None
