@@ -243,13 +243,9 @@ def _even_routing(plan: Plan) -> Iterator[None]:
     ep, etp = plan.groups["ep"].size, plan.groups["etp"].size
     num_tokens = train.micro_batch_size * plan.config.data.seq_length // plan.groups["tp"].size
     ends = [num_tokens * moe.router_topk * index // ep for index in range(ep + 1)]
-    sizes = [end - start for start, end in zip(ends, ends[1:], strict=False)]
-
-    def split(_: object, tokens_per_expert: torch.Tensor) -> token_dispatcher._Splits:
-        counts = tokens_per_expert.new_empty((etp * ep, moe.num_experts // ep))
-        return token_dispatcher._Splits(sizes, sizes, [num_tokens * moe.router_topk] * etp, counts)
-
-    with patch.object(token_dispatcher.AllToAllTokenDispatcher, "_exchange_counts", split):
+    others = [0] * (moe.num_experts // ep - 1)  # the first expert of every rank has the tokens of all
+    counts = [n for start, end in zip(ends, ends[1:], strict=False) for n in (end - start, *others)]
+    with patch.object(token_dispatcher, "on_host", lambda _: counts * (1 + etp)):
         yield
 
 

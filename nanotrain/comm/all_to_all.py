@@ -2,6 +2,7 @@
 
     start_all_to_all   asynchronous, into a given output
     all_to_all         differentiable; the backward is the all-to-all with the two split lists swapped
+    start_differentiable_all_to_all      the same, waited for later, in the backward too
     start_reduce_scatter_by_all_to_all   reduce-scatter of a low-precision tensor with one rounding
 
     rank 0  [to 0 | to 1 to 1]   ->   [from 0 | from 1]
@@ -13,7 +14,9 @@ as "all_to_all".
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,6 +68,64 @@ def all_to_all(x: Tensor, group: Group, *, output_splits: Sequence[int], input_s
     there = partial(_all_to_all, group=group, output_splits=output_splits, input_splits=input_splits)
     back = partial(_all_to_all, group=group, output_splits=input_splits, input_splits=output_splits)
     return apply_collective(x, there, backward=back)
+
+
+def start_differentiable_all_to_all(
+    x: Tensor, group: Group, *, output_splits: Sequence[int], input_splits: Sequence[int]
+) -> Work[Tensor]:
+    """Start `all_to_all`, to be waited for later.
+
+    What is computed before `wait` overlaps with the transfer, and its backward with that of the gradient: it starts
+    where the gradient of the result is complete, and is waited for where the gradient of `x` is needed.
+    """
+    if group.size == 1:
+        return Work.completed(x)
+    trip = _Trip(group, output_splits, input_splits)
+    output = _Leave.apply(x, trip)
+    return trip.newest.then(lambda _: _Arrive.apply(output, trip))
+
+
+@dataclass
+class _Trip:
+    """An all-to-all of rows, then of their gradients."""
+
+    group: Group
+    output_splits: Sequence[int]
+    input_splits: Sequence[int]
+    newest: Work[Tensor] = field(init=False)
+
+    def start(self, x: Tensor, *, is_backward: bool = False) -> Tensor:
+        """Send rows there, or gradients back; returns the output, which is not there yet."""
+        received, sent = self.output_splits, self.input_splits
+        if is_backward:
+            received, sent = sent, received
+        output = x.new_empty((sum(received), *x.shape[1:]))
+        splits = {"output_splits": received, "input_splits": sent}
+        self.newest = start_all_to_all(output, x.contiguous(), group=self.group, **splits)
+        return output
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        return trip.start(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.trip.newest.wait(), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.trip.start(grads[0], is_backward=True)
+        return grads[0], None  # only its shape counts: `_Leave` returns what was received
 
 
 def start_reduce_scatter_by_all_to_all(

@@ -220,8 +220,11 @@ class HostCopy:
             self._event = torch.cuda.current_stream(tensor.device).record_event()
 
     @classmethod
-    def after(cls, work: dist.Work, tensor: Tensor) -> "HostCopy":
-        """Copy the output of a collective on a GPU; the current stream does not wait for the collective."""
+    def after(cls, work: Any, tensor: Tensor) -> "HostCopy":
+        """Copy the output of a collective; the current stream of a GPU does not wait for the collective."""
+        if tensor.device.type != "cuda":
+            work.wait()
+            return cls(tensor)
         stream = _side_stream(tensor.device)
         with torch.cuda.stream(stream):
             work.wait()

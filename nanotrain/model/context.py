@@ -163,6 +163,7 @@ class LayerContext:
     is_padding: bool = False  # see `Batch`
     # tokens_per_expert that a router compares this microbatch with, by router; a recomputed forward reads its own
     balance_counts: dict[Any, Tensor] = field(default_factory=dict)
+    dispatch_splits: dict[Any, Any] = field(default_factory=dict)  # alike, of token dispatchers
 
     def of_layer(self, layer: int) -> Self:
         """The context with the random words of a layer."""

@@ -10,6 +10,8 @@ have one token, each routes all of them.
     B batch   S tokens of a sequence at the input of the layer   H hidden
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +25,7 @@ from nanotrain.model.context import HiddenDropout, LayerContext, ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.router import Router
 from nanotrain.parallel.ep.experts import EXPERT_LINEARS, ExpertOptions, Experts
-from nanotrain.parallel.ep.token_dispatcher import build_token_dispatcher
+from nanotrain.parallel.ep.token_dispatcher import DispatchOptions, build_token_dispatcher
 
 _SEQUENCE = 1  # the dim of [B, S, H] that is split over tp
 
@@ -61,7 +63,9 @@ class MoELayer(nn.Module):
             dp=parallel.dp,
             recompute=parallel.recompute,
         )
-        self._dispatcher = build_token_dispatcher(moe.num_experts, ep=parallel.ep, etp=parallel.etp)
+        may_drop = moe.expert_capacity_factor is not None
+        options = DispatchOptions(may_drop, parallel.recompute)
+        self._dispatcher = build_token_dispatcher(moe.num_experts, ep=parallel.ep, etp=parallel.etp, options=options)
         of_experts, num_local = params.submodule("experts"), moe.num_experts // parallel.ep.size
         linears = {name: of_experts.linear(name) for name in EXPERT_LINEARS if of_experts.submodule(name)}
         experts = ExpertRange(parallel.ep.index * num_local, num_local, moe.num_experts)
@@ -69,7 +73,7 @@ class MoELayer(nn.Module):
             linears,
             activation=Glu.of(model_config) if "gate" in linears else ACTIVATIONS[model_config.activation],
             options=ExpertOptions(
-                may_drop=self._dispatcher.keeps_dropped and moe.expert_capacity_factor is not None,
+                may_drop=self._dispatcher.keeps_dropped and may_drop,
                 wgrad_queue=parallel.tp.wgrad_queue,
                 experts=experts,
                 fp8=expert_fp8_options(parallel.tp.fp8, experts, etp=parallel.etp, sequence=parallel.sequence),
@@ -84,15 +88,13 @@ class MoELayer(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
         local = split_along(hidden, self._split, dim=_SEQUENCE)
-        routing = self.router(local, context, positions=self._positions(local, context))
-        mixed = self._dispatcher(local.flatten(0, 1), routing, run_experts=self.experts).view_as(local)
-        out = concat_along(mixed, self._split, dim=_SEQUENCE)
-        if self.shared is not None:
-            shared = self.shared(hidden, context)
-            if self.shared_gate is not None:  # a factor of each token (Qwen2-MoE), the same on every tp rank
-                shared = self.shared_gate.fprop(hidden).sigmoid() * shared
-            out = out + shared
-        return self.dropout(out, context.dropout)
+        routing = self.router(local, context, positions=partial(self._positions, local, context))
+        finish = self._dispatcher(local.flatten(0, 1), routing, kept=context.dispatch_splits)
+        shared = None if self.shared is None else self.shared(hidden, context)  # while tokens travel
+        if shared is not None and self.shared_gate is not None:  # a factor of each token, the same on every tp rank
+            shared = self.shared_gate.fprop(hidden).sigmoid() * shared
+        out = concat_along(finish(self.experts).view_as(local), self._split, dim=_SEQUENCE)
+        return self.dropout(out if shared is None else out + shared, context.dropout)
 
     def _positions(self, local: Tensor, context: LayerContext) -> Tensor:
         """[S of this tp rank] int64, the positions of its tokens in their sequence."""

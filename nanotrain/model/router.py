@@ -90,13 +90,13 @@ class Router(StatefulModule):
             divisors = {"global_aux_loss": dp.size}
             self._balance = [(kind, coeff / divisors.get(kind, 1)) for kind, coeff in self._balance]
 
-    def forward(self, hidden: Tensor, context: LayerContext, *, positions: Tensor) -> Routing:
+    def forward(self, hidden: Tensor, context: LayerContext, *, positions: Callable[[], Tensor]) -> Routing:
         """Route this rank's tokens.
 
         Args:
             hidden: [B, S, H].
             context: context of the microbatch.
-            positions: [S] int64, of these tokens in their sequence.
+            positions: returns [S] int64, those of these tokens in their sequence.
 
         Returns:
             the routing of the B * S tokens.
@@ -107,7 +107,7 @@ class Router(StatefulModule):
         scores = SCORES[self.moe.router_score_function](logits)
         probabilities = scores if self.moe.router_score_function == "softmax" else normalize(scores)
         if self.moe.router_force_load_balancing:
-            topk_ids = self._in_turn(logits, positions)
+            topk_ids = self._in_turn(logits, positions())
         else:
             topk_ids = self._select(logits.detach(), scores.detach())
         topk_weights = self._weights(logits, scores, topk_ids=topk_ids)
@@ -121,7 +121,7 @@ class Router(StatefulModule):
                 Routing(topk_ids, topk_weights.detach()),
                 num_experts=self.num_experts,
                 capacity=expert_capacity(self.moe, hidden.shape[1] * self.sequence.size),
-                positions=positions,
+                positions=positions(),
                 sequence=self.sequence,
             )
         kept_ids = kept_ids.flatten(0, 1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanotrain.comm.all_to_all import all_to_all, start_all_to_all
+from nanotrain.comm.all_to_all import all_to_all, start_all_to_all, start_differentiable_all_to_all
 from nanotrain.comm.group import Group
 from tests.harness import ranks, run_ranks
 
@@ -47,7 +47,7 @@ def test_the_gradient_of_a_row_returns_to_its_source(ctx):
     (received * (rank + 1)).sum().backward()  # a factor that depends on the receiver
     factors = torch.tensor([float(target + 1) for target, count in enumerate(send) for _ in range(count)])
     assert torch.equal(x.grad, factors[:, None].expand(-1, WIDTH))
-    received = all_to_all(x, group, input_splits=send, output_splits=receive)
+    received = start_differentiable_all_to_all(x, group, input_splits=send, output_splits=receive).wait()
     (gradient,) = torch.autograd.grad(received.sum(), x)
     assert torch.equal(gradient, torch.ones_like(x)), "an expanded gradient is sent too"
 

@@ -136,7 +136,7 @@ ROWS = [
     Row(2, "no_shard", {"cp": 2}),
     Row(4, "optim_grads", {"cp": 2}, OVERLAP | GATHER),
     Row(4, "optim", {"cp": 2}, OVERLAP | HEADS, rank=1),
-    Row(4, "optim", {"ep": 2}, OVERLAP, sections=MOE),
+    Row(4, "optim", {"ep": 2}, OVERLAP, sections={"model": EXPERTS | {"moe_shared_expert_intermediate_size": 22}}),
     Row(4, "optim_grads", {"tp": 2, "etp": 2, "ep": 2}, OVERLAP, sections=MOE, rank=2),
     Row(8, "optim_grads", {"tp": 2, "pp": 2, "cp": 2}, SP | ZB, rank=5),
     Row(2, "optim", options=OVERLAP, sections={"memory": {"cpu_offloading": True, "cpu_offloading_num_layers": 1}}),

@@ -43,7 +43,11 @@ LAYOUTS = {
         {"optim": {"ema_decay": 0.9}, "train": {"log_norms_by_group": True}},
     ),
 }
-WAITING = {"experts on two ranks": (2, {"ep": 2, "strategy": "optim"}, {"model": MOE})}
+EP = (2, {"ep": 2, "strategy": "optim"}, {"model": MOE})
+WAITING = {
+    "experts on two ranks": EP,
+    "recomputed": (*EP[:2], EP[2] | {"memory": {"recompute_granularity": "full"}}),
+}
 
 
 def syncs_of_a_step(name: str, *, rank: int = 0) -> list[str]:
@@ -65,12 +69,14 @@ def test_a_step_that_is_not_logged_waits_for_nothing(name):
     assert syncs_of_a_step(name) == []
 
 
-def test_experts_on_several_ranks_take_one_wait_per_layer_and_microbatch():
-    # All-to-alls of uneven sizes need the sizes on the host: the token counts of all ranks, once per forward.
-    places = syncs_of_a_step("experts on two ranks")
+@pytest.mark.parametrize("name", WAITING)
+def test_experts_on_several_ranks_wait_for_a_copy_of_the_counts_alone(name):
+    # All-to-alls of uneven sizes need the sizes on the host: once per layer and microbatch, not where it is recomputed.
+    # The host waits for the copy of the counts, made on a side stream, not for what the device was given meanwhile.
+    places = syncs_of_a_step(name)
     num_layers, num_microbatches = 2, 6
     assert len(places) == num_layers * num_microbatches
-    assert all(place.startswith("parallel/ep/token_dispatcher.py") and place.endswith(" on_host") for place in places)
+    assert all(place.startswith("comm/device.py") and place.endswith(" read") for place in places)
 
 
 def test_between_two_logged_steps_no_hook_reads_what_is_on_the_device(tmp_path, monkeypatch):

@@ -138,3 +138,27 @@ def test_router_state_keeps_its_dtype_and_values_when_the_module_is_moved():
         *(f"stats.{name}" for name in ("tokens_per_expert", "num_tokens", "num_dropped")),
         *(f"stats.{name}" for name in ("entropy", "aux_loss", "z_loss", "microbatch_tokens")),
     }
+
+
+def order_of_events(ctx):
+    """What a rank does in forward and backward, by the record of its all-to-alls and of the shared expert."""
+    part, events = Part(ctx, sequence_parallel=False), []
+    mine = {name: part.of_weight(name, weight) for name, weight in full_weights(DEEPSEEK).items()}
+    layer, heartbeat = build_layer(DEEPSEEK, mine, parallel=part.parallel), ctx.group("ep").heartbeat
+    started, waits = heartbeat.started, heartbeat.wait_begins
+    heartbeat.started = lambda *args, **sent: events.append("send") or started(*args, **sent)
+    heartbeat.wait_begins = lambda *args, **sent: events.append("wait") or waits(*args, **sent)
+    layer.shared.register_forward_hook(lambda *_: events.append("shared"))
+    layer.shared.register_full_backward_hook(lambda *_: events.append("shared backward"))
+    x = part.of_batch(random(B, S, H, seed=7)).requires_grad_()
+    out = layer(x, LayerContext())
+    events.append("backward")
+    out.sum().backward()
+    return events
+
+
+def test_tokens_travel_while_the_shared_expert_computes():
+    counts, combine, gradients = ["send", "wait", "wait"], ["send", "wait"], ["send", "wait"]
+    for events in run_ranks(2, order_of_events, ep=2):
+        forward = [*counts, "send", "shared", "wait", *combine]
+        assert events == [*forward, "backward", *gradients, "send", "shared backward", "wait"]

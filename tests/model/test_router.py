@@ -30,7 +30,7 @@ def build_router(model, *, bias=None):
 
 def route(model, logits, *, bias=None, context=None, router=None):
     router = router or build_router(model, bias=bias)
-    return router(logits, context or LayerContext(), positions=torch.arange(logits.shape[1]))
+    return router(logits, context or LayerContext(), positions=lambda: torch.arange(logits.shape[1]))
 
 
 def one_token(*logits):

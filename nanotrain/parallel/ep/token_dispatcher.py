@@ -4,8 +4,8 @@
     AllToAllTokenDispatcher   experts are sharded over ep, their matrices over etp (Lepikhin et al. 2020, section 3):
 
     permute      (token, expert) pairs sorted by expert, so those for one rank are adjacent
-    all-to-all   of the token counts; the only host sync
-    all-to-all   over ep: permuted tokens to the ranks of their experts
+    all-to-all   of the token counts, beside the permutation; the host waits for their copy, as splits are host numbers
+    all-to-all   over ep: permuted tokens to the ranks of their experts, beside what the caller computes until `Finish`
     all-gather   over etp: of the permuted tokens of all ranks that share an expert
     reorder      from source rank order to expert order
     experts      grouped matrix products
@@ -17,18 +17,23 @@ T tokens of this rank   K experts per token   E experts   P permuted tokens   H 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from nanotrain.comm.all_to_all import all_to_all, start_all_to_all
-from nanotrain.comm.collectives import all_gather_into
+from nanotrain.comm.all_to_all import all_to_all, start_all_to_all, start_differentiable_all_to_all
+from nanotrain.comm.collectives import start_all_gather_into
+from nanotrain.comm.device import HostCopy
 from nanotrain.comm.group import Group
+from nanotrain.comm.work import Work
 from nanotrain.kernels.permute import Permutation, inverse_of, permute, plan_permutation, reorder, unpermute
+from nanotrain.memory.recompute import Recompute
 
 # Runs the local experts: permuted tokens [P, H], and offs [local experts] int32, the end of each expert's tokens.
 RunExperts = Callable[[Tensor, Tensor], Tensor]
+# Waits for tokens on their way, runs the experts and brings their outputs back: [T, H], the weighted sum of each token.
+Finish = Callable[[RunExperts], Tensor]
 
 
 @dataclass(frozen=True)
@@ -40,28 +45,41 @@ class Routing:
     permutation: Permutation | None = None  # of the pairs; None: not planned yet
 
 
+@dataclass(frozen=True)
+class DispatchOptions:
+    """Options of a token dispatcher."""
+
+    may_drop: bool = False  # whether there can be dropped pairs
+    recompute: Recompute = field(default_factory=Recompute)  # a recomputed forward has the counts of its first run
+
+
 def build_token_dispatcher(
-    num_experts: int, *, ep: Group, etp: Group
+    num_experts: int, *, ep: Group, etp: Group, options: DispatchOptions | None = None
 ) -> "LocalTokenDispatcher | AllToAllTokenDispatcher":
     """The dispatcher for experts sharded over `ep`, with matrices sharded over `etp`."""
-    is_local = ep.size * etp.size == 1
-    return LocalTokenDispatcher(num_experts) if is_local else AllToAllTokenDispatcher(num_experts, ep=ep, etp=etp)
+    if ep.size * etp.size == 1:
+        return LocalTokenDispatcher(num_experts)
+    return AllToAllTokenDispatcher(num_experts, ep=ep, etp=etp, options=options or DispatchOptions())
 
 
 class LocalTokenDispatcher:
     """All experts are on this rank; dropped pairs stay among the permuted tokens, so no host sync is needed."""
 
-    keeps_dropped = True  # dropped pairs are passed to `run_experts`, after those of the last expert
+    keeps_dropped = True  # dropped pairs are passed to `RunExperts`, after those of the last expert
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
 
-    def __call__(self, x: Tensor, routing: Routing, *, run_experts: RunExperts) -> Tensor:
-        """[T, H] -> [T, H]: the weighted sum of the expert outputs of every token."""
+    def __call__(self, x: Tensor, routing: Routing, *, kept: "KeptSplits | None" = None) -> Finish:
+        """Permute tokens [T, H]."""
         permutation = routing.permutation or plan_permutation(routing.topk_ids, self._num_experts)
         permuted = permute(x, permutation, num_permuted=routing.topk_ids.numel())
-        permuted = run_experts(permuted, permutation.offs)
-        return unpermute(permuted, permutation, topk_weights=routing.topk_weights)
+
+        def finish(run_experts: RunExperts) -> Tensor:
+            outputs = run_experts(permuted, permutation.offs)
+            return unpermute(outputs, permutation, topk_weights=routing.topk_weights)
+
+        return finish
 
 
 class AllToAllTokenDispatcher:
@@ -69,42 +87,54 @@ class AllToAllTokenDispatcher:
 
     keeps_dropped = False
 
-    def __init__(self, num_experts: int, *, ep: Group, etp: Group) -> None:
+    def __init__(self, num_experts: int, *, ep: Group, etp: Group, options: DispatchOptions) -> None:
         assert num_experts % ep.size == 0, "every rank of ep holds the same number of experts"
-        self._num_experts, self._ep, self._etp = num_experts, ep, etp
+        self._num_experts, self._ep, self._etp, self._options = num_experts, ep, etp, options
 
-    def __call__(self, x: Tensor, routing: Routing, *, run_experts: RunExperts) -> Tensor:
-        """[T, H] -> [T, H], as `LocalTokenDispatcher`."""
+    def __call__(self, x: Tensor, routing: Routing, *, kept: "KeptSplits | None" = None) -> Finish:
+        """Send tokens [T, H]; `kept` takes the split sizes, and has them in a recomputed forward."""
+        kept = {} if kept is None else kept
         permutation = routing.permutation or plan_permutation(routing.topk_ids, self._num_experts)
-        splits = self._exchange_counts(permutation.tokens_per_expert)
-        permuted = permute(x, permutation, num_permuted=sum(splits.ep_inputs))
-        permuted = all_to_all(permuted, self._ep, input_splits=splits.ep_inputs, output_splits=splits.ep_outputs)
-        permuted = _all_gather(permuted, self._etp, splits=splits.etp)
-        order = _expert_order(splits.tokens_per_expert, num_permuted=sum(splits.etp))
-        inverse = inverse_of(order)
-        permuted = reorder(permuted, order, inverse=inverse)
-        permuted = run_experts(permuted, _offs(splits.tokens_per_expert.sum(0)))
-        permuted = reorder(permuted, inverse, inverse=order)
-        permuted = _reduce_scatter(permuted, self._etp, splits=splits.etp)
-        permuted = all_to_all(permuted, self._ep, input_splits=splits.ep_outputs, output_splits=splits.ep_inputs)
-        return unpermute(permuted, permutation, topk_weights=routing.topk_weights)
+        if not (self._options.recompute.is_recomputing and self in kept):
+            kept[self] = self._start_counts(permutation.tokens_per_expert)
+        # Without dropped pairs the permutation is launched before the host waits for the counts.
+        num_sent = sum(kept[self].wait().ep_inputs) if self._options.may_drop else routing.topk_ids.numel()
+        permuted = permute(x, permutation, num_permuted=num_sent)
+        splits = kept[self].wait()
+        there = {"input_splits": splits.ep_inputs, "output_splits": splits.ep_outputs}
+        back = {"input_splits": splits.ep_outputs, "output_splits": splits.ep_inputs}
+        arriving = start_differentiable_all_to_all(permuted, self._ep, **there)
 
-    def _exchange_counts(self, tokens_per_expert: Tensor) -> "_Splits":
-        """The split sizes of all collectives, from the token counts of this rank [E] int64."""
-        sent = tokens_per_expert.view(self._ep.size, -1)
-        received, ones = torch.zeros_like(sent), [1] * self._ep.size
-        start_all_to_all(received, sent, input_splits=ones, output_splits=ones, group=self._ep).wait()
-        gathered = received.new_zeros((self._etp.size, *received.shape))
-        all_gather_into(gathered, received, group=self._etp)
-        numbers = on_host(torch.cat([sent.sum(1), received.sum(1), gathered.sum((1, 2))]))
-        size = self._ep.size
-        return _Splits(numbers[:size], numbers[size : 2 * size], numbers[2 * size :], gathered.flatten(0, 1))
+        def finish(run_experts: RunExperts) -> Tensor:
+            permuted = _all_gather(arriving.wait(), self._etp, splits=splits.etp)
+            order = _expert_order(splits.tokens_per_expert, num_permuted=sum(splits.etp))
+            inverse = inverse_of(order)
+            permuted = reorder(permuted, order, inverse=inverse)
+            permuted = run_experts(permuted, _offs(splits.tokens_per_expert.sum(0)))
+            permuted = reorder(permuted, inverse, inverse=order)
+            permuted = _reduce_scatter(permuted, self._etp, splits=splits.etp)
+            permuted = start_differentiable_all_to_all(permuted, self._ep, **back).wait()
+            return unpermute(permuted, permutation, topk_weights=routing.topk_weights)
+
+        return finish
+
+    def _start_counts(self, sent: Tensor) -> "Work[_Splits]":
+        """Exchange the token counts of this rank [E] int32; the host waits for their copy, not for the device."""
+        counts = sent.new_empty(1 + self._etp.size, len(sent))  # sent, and received by each rank of etp
+        counts[0].copy_(sent)
+        received, shares = counts[1 + self._etp.index], [len(sent) // self._ep.size] * self._ep.size
+        work = start_all_to_all(received, counts[0], input_splits=shares, output_splits=shares, group=self._ep)
+        if self._etp.size > 1:
+            work.wait()
+            work = start_all_gather_into(counts[1:], received, group=self._etp)
+        copy = HostCopy.after(work, counts.flatten())
+        arrived = Work(lambda: on_host(copy), op="all_to_all", group=self._ep, keep=[counts])
+        return arrived.then(lambda numbers: _Splits.of(numbers, counts, ep=self._ep, etp=self._etp))
 
 
-def on_host(counts: Tensor) -> list[int]:
-    """Token counts on the host, which waits for the device."""
-    numbers: list[int] = counts.tolist()
-    return numbers
+def on_host(counts: HostCopy) -> list[int]:
+    """Token counts on the host, which waits until they are copied."""
+    return [int(count) for count in counts.read()]
 
 
 @dataclass(frozen=True)
@@ -114,7 +144,19 @@ class _Splits:
     ep_inputs: list[int]  # sent to each rank of ep
     ep_outputs: list[int]  # received from each rank of ep
     etp: list[int]  # received by each rank of etp over its ep group
-    tokens_per_expert: Tensor  # [etp * ep, local experts] int64, by source rank
+    tokens_per_expert: Tensor  # [etp * ep, local experts] int32, by source rank
+
+    @classmethod
+    def of(cls, numbers: list[int], counts: Tensor, *, ep: Group, etp: Group) -> "_Splits":
+        """From the counts [1 + etp, E] on the host and on the device."""
+        size = counts.shape[1] // ep.size
+        sums = [sum(numbers[start : start + size]) for start in range(0, len(numbers), size)]
+        inputs, *outputs = (sums[start : start + ep.size] for start in range(0, len(sums), ep.size))
+        return cls(inputs, outputs[etp.index], list(map(sum, outputs)), counts[1:].reshape(-1, size))
+
+
+# The split sizes of the dispatchers of a stage in one microbatch, for its recomputation.
+KeptSplits = dict[AllToAllTokenDispatcher, "Work[_Splits]"]
 
 
 def _all_gather(permuted: Tensor, group: Group, *, splits: list[int]) -> Tensor:

@@ -91,7 +91,7 @@ def _softmax_gradient(logits: Tensor, *, column: Tensor, is_local: Tensor, combi
 
 
 class _EvenCounts:
-    """The split sizes of a rank whose router chooses every expert equally often."""
+    """The token counts of a rank whose router chooses every expert equally often."""
 
     def __init__(self, plan: Plan) -> None:
         moe, (ep, etp) = plan.shape.moe, (plan.groups[axis] for axis in ("ep", "etp"))
@@ -99,10 +99,11 @@ class _EvenCounts:
             tokens = plan.config.train.micro_batch_size * plan.config.data.seq_length
             pairs = tokens // plan.groups["cp"].size // plan.groups["tp"].size * moe.router_topk
             sizes = [pairs * (i + 1) // ep.size - pairs * i // ep.size for i in range(ep.size)]
-            received = ep.size * sizes[ep.index]
-            self._numbers = [*sizes, *[sizes[ep.index]] * ep.size, *[received] * etp.size]
+            others = [0] * (moe.num_experts // ep.size - 1)  # the first expert of every rank has the tokens of all
+            sums = [*sizes, *[sizes[ep.index]] * ep.size * etp.size]
+            self._numbers = [number for size in sums for number in (size, *others)]
 
-    def __call__(self, counts: Tensor) -> list[int]:
+    def __call__(self, counts: Any) -> list[int]:
         return self._numbers
 
 

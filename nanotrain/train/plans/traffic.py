@@ -159,12 +159,13 @@ def experts(plan: Plan) -> Iterator[tuple[Key, int]]:
     )
     # hidden states of all tokens of this rank, once per expert they are sent to
     routed = num_tokens * moe.router_topk * plan.shape.hidden_size * Precision.of(plan.config.precision).params.itemsize
-    passes = ((_layers(plan), TOKEN_TRIPS), (recomputed_layers(plan, "moe"), TOKEN_TRIPS // 2))
-    for layers, trips in passes:
+    counts = moe.num_experts * COUNT_BYTES  # known where layers are recomputed
+    passes = ((_layers(plan), TOKEN_TRIPS, counts), (recomputed_layers(plan, "moe"), TOKEN_TRIPS // 2, 0))
+    for layers, trips, counted in passes:
         number = plan.num_microbatches * sum(map(plan.shape.has_experts, layers))
         for (group, operation), count in EXPERT_BYTES.items():
             size = plan.groups[group].size
-            yield (group, operation), number * count(trips * routed, moe.num_experts * COUNT_BYTES, size)
+            yield (group, operation), number * count(trips * routed, counted, size)
 
 
 def recomputed_layers(plan: Plan, module: str) -> list[int]:

@@ -6,6 +6,7 @@ import torch
 from nanotrain.comm.group import Group
 from nanotrain.parallel.ep.token_dispatcher import (
     AllToAllTokenDispatcher,
+    DispatchOptions,
     LocalTokenDispatcher,
     Routing,
     build_token_dispatcher,
@@ -14,6 +15,7 @@ from nanotrain.train.plans.traffic import COUNT_BYTES, EXPERT_BYTES, TOKEN_TRIPS
 from tests.harness import run_ranks
 
 E, H, T, K = 8, 4, 12, 3
+DROPS = DispatchOptions(may_drop=True)
 
 
 def tokens_of(rank):
@@ -30,7 +32,7 @@ def tokens_of(rank):
 
 
 def outcome(dispatch, x, routing, grad, *, run_experts):
-    out = dispatch(x, routing, run_experts=run_experts)
+    out = dispatch(x, routing)(run_experts)
     return out.detach(), *torch.autograd.grad(out, (x, routing.topk_weights), grad)
 
 
@@ -52,7 +54,7 @@ def equals_local(ctx):
     expected = outcome(LocalTokenDispatcher(E), x, routing, grad, run_experts=times_expert(0, E))
     size = E // ep.size
     mine = times_expert(ep.index * size, (ep.index + 1) * size, share=1 / etp.size)
-    dispatch = build_token_dispatcher(E, ep=ep, etp=etp)
+    dispatch = build_token_dispatcher(E, ep=ep, etp=etp, options=DROPS)
     assert isinstance(dispatch, AllToAllTokenDispatcher)
     for actual, wanted in zip(outcome(dispatch, x, routing, grad, run_experts=mine), expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
@@ -74,7 +76,7 @@ def send_all_to_the_first_experts(ctx):
     ep, etp = ctx.group("ep"), ctx.group("etp")
     x = torch.ones(3, H, requires_grad=True)
     routing = Routing(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
-    out = build_token_dispatcher(E, ep=ep, etp=etp)(x, routing, run_experts=lambda rows, offs: rows / etp.size)
+    out = build_token_dispatcher(E, ep=ep, etp=etp, options=DROPS)(x, routing)(lambda rows, offs: rows / etp.size)
     out.sum().backward()
     assert torch.equal(out, x) and torch.equal(x.grad, torch.ones(3, H))
 
@@ -100,7 +102,7 @@ def send_evenly(ctx):
     experts = (torch.arange(2 * E)[:, None] + torch.arange(K) * 3) % E
     x = torch.ones(2 * E, H, requires_grad=True)
     dispatch = build_token_dispatcher(E, ep=ep, etp=etp)
-    out = dispatch(x, Routing(experts, torch.ones(2 * E, K)), run_experts=lambda rows, offs: rows * 2)
+    out = dispatch(x, Routing(experts, torch.ones(2 * E, K)))(lambda rows, offs: rows * 2)
     out.sum().backward()
     tokens, counts = TOKEN_TRIPS * 2 * E * K * H * 4, E * COUNT_BYTES
     predicted = {key: count(tokens, counts, ctx.group(key[0]).size) for key, count in EXPERT_BYTES.items()}
@@ -122,5 +124,5 @@ def test_on_one_rank_the_dispatcher_is_local():
 def test_without_tokens_nothing_happens():
     x = torch.zeros(0, H, requires_grad=True)
     routing = Routing(torch.zeros(0, K, dtype=torch.int64), torch.zeros(0, K))
-    out = LocalTokenDispatcher(E)(x, routing, run_experts=times_expert(0, E))
+    out = LocalTokenDispatcher(E)(x, routing)(times_expert(0, E))
     assert out.shape == (0, H)
