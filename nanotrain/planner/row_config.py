@@ -14,8 +14,6 @@ from functools import cache
 from itertools import product
 from typing import Any, get_args
 
-import yaml
-
 from nanotrain.config.config import Config
 from nanotrain.config.flags import parse
 from nanotrain.config.load import compose_line
@@ -23,16 +21,10 @@ from nanotrain.config.parallel import RecomputeModule
 from nanotrain.config.schema import with_values
 from nanotrain.errors import ConfigError, ErrorCollector
 from nanotrain.planner.hardware import gpu_of
-from nanotrain.planner.scenario import DATA, Engine, Scenario, engine_of, scenario_of
+from nanotrain.planner.scenario import Engine, Scenario, engine_of, read_data, scenario_of
 
 GPT2_VOCAB_SIZE = 50257
 UNSTATED = {"", "-", "?", "n/a", "na", "null", "unknown", "not stated"}
-
-
-@cache
-def read_data(name: str) -> Any:
-    """A file of the folder `data`."""
-    return yaml.load((DATA / f"{name}.yaml").read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 @dataclass

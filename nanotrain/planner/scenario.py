@@ -6,17 +6,16 @@ Scenario --estimate_memory--> MemoryEstimate
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nanotrain.config.config import Config
 from nanotrain.config.schedules import global_batch_size, num_microbatches
 from nanotrain.config.suggest import nearest_choice
+from nanotrain.config.tables import read_table
 from nanotrain.errors import ConfigError
 from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.planner.hardware import GPU, Link, as_calibrated
@@ -26,7 +25,7 @@ from nanotrain.spec.stages import StageSpec, even_shares, stages_of_lengths
 from nanotrain.topology.topology import Topology
 from nanotrain.train.plans.plan import Plan, check_names, plan_run, stage_specs
 
-DATA = Path(__file__).parent / "data"
+read_data = cache(partial(read_table, folder=Path(__file__).parent / "data"))
 # A CPU computes what it launches, in operators that fuse nothing, and the transfers of gloo take its cores.
 ON_CPU: dict[str, Any] = {
     "fused": False, "accumulation": "separate", "tp_overlap": "none", "contention": 1.0, "loss_bytes": (12.0, 8.0),
@@ -184,7 +183,7 @@ def _balanced_lengths(shape: ModelShape, num_stages: int) -> list[int]:
 @cache
 def engines() -> dict[str, Engine]:
     """The engines by name."""
-    rows = yaml.safe_load((DATA / "engines.yaml").read_bytes())
+    rows = read_data("engines")
     return {name: _engine(name, **rows["defaults"] | row) for name, row in rows.items() if name != "defaults"}
 
 

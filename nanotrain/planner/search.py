@@ -7,12 +7,12 @@ Settings that the caller fixes are not varied. Of the ways to save memory every 
 recomputation, the sharding strategy with the least communication that may fit.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from itertools import product
-from math import lcm
-from typing import Any, NamedTuple
+from math import inf, lcm
+from typing import Any, NamedTuple, TypeVar
 
 from nanotrain.config.config import Config
 from nanotrain.config.rules.check import check_layout
@@ -23,7 +23,7 @@ from nanotrain.planner.bound import STRATEGIES, Bound
 from nanotrain.planner.hardware import GPU
 from nanotrain.planner.memory import memory_of_rank
 from nanotrain.planner.prediction import Prediction, predict
-from nanotrain.planner.scenario import Scenario, scenario_of
+from nanotrain.planner.scenario import Scenario, read_data, scenario_of
 from nanotrain.planner.step_time import StepTime, predict_step
 from nanotrain.train.plans.plan import plan_run
 
@@ -33,42 +33,23 @@ MAX_TOKENS = 65_536  # of a microbatch
 MIN_SLICE = 1024  # tokens of a sequence per context-parallel rank
 FIRST_SLICE = 4096  # the same, of the layouts that the search begins with
 SHARDED = STRATEGIES[1:]  # those that are tried, by rising communication
-# recomputation, by rising time
-RECOMPUTED: tuple[Values, ...] = (
-    {"recompute_granularity": None, "recompute_modules": []},
-    {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
-    {"recompute_granularity": "full", "recompute_modules": []},
-)
-# the order of stages on ranks, by rising number of transfers
-SCHEDULES: tuple[Values, ...] = (
-    {"pipeline_schedule": "1f1b", "num_virtual_stages_per_pipeline_rank": 1},
-    {"pipeline_schedule": "zb-h1", "num_virtual_stages_per_pipeline_rank": 1},
-    *({"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": n} for n in (2, 4, 8)),
-)
+LAYOUTS = read_data("layouts")
+FIRST: Values = LAYOUTS["first"]
+RECOMPUTED: list[Values] = LAYOUTS["recomputed"]
+SCHEDULES: list[Values] = LAYOUTS["schedules"]
+NAMES = (*FIRST, "cp_comm_type")  # settings of a layout
+AXES = {  # whose sizes decide the parameters and the activations of a layer
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
 SHARD_RANKS = (8, 64, 512)  # of an optimizer instance, where state is sharded inside instances only
 NUM_IMPROVED, NUM_ROUNDS = 16, 4  # layouts of which every single change is tried, and how often
 NUM_BEST = 5  # layouts of the result
 NUM_CHECKED = 300  # layouts whose exact memory is computed, at most
 FRONTIER_STEP = 0.8  # of the memory, from one layout of the frontier to the next
-# settings of a former layout that the search does not vary
-RESET: Values = {
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
-    "pipeline_model_parallel_layout": None,
-    "num_distributed_optimizer_instances": 1,
-    "cpu_offloading": False,
-    "cpu_offloading_num_layers": 0,
-    "recompute_method": None,
-    "recompute_num_layers": None,
-}
-
-
-# settings of a layout
-NAMES = (
-    *("tensor_model_parallel_size", "sequence_parallel", "context_parallel_size", "pipeline_model_parallel_size"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size", "micro_batch_size", "cp_comm_type"),
-    *("data_parallel_sharding_strategy", *RECOMPUTED[0], *SCHEDULES[0], *RESET),
-)
+T = TypeVar("T")
 
 
 class Candidate(NamedTuple):
@@ -120,7 +101,7 @@ def search(
     Raises:
         ConfigError: no layout can be formed, or none fits.
     """
-    kept = frozenset(KEYS[key].name for key in fixed if key in KEYS)
+    kept = {KEYS[key].name: value_of(config, key) for key in fixed if key in KEYS}
     max_tp = max_tensor_parallel_size or gpu.gpus_per_node
     space = Space(config, world_size, gpu=gpu, engine=engine, kept=kept, max_tp=max_tp)
     candidates = list(space.candidates())
@@ -143,21 +124,18 @@ def search(
             why=f"each of {space.num_formed:,} layouts needs at least {max(least, space.least_bytes) / 1e9:.1f} GB",
             fix="add GPUs, choose GPUs with more memory, or shorten --seq-length",
         )
-    frontier = [found for candidate in _frontier(candidates) for found in _checked(candidate)]
-    return Search(tuple(best), tuple(_fewer_bytes([best[0], *frontier])), space.num_formed, len(candidates))
+    lighter = _falling(candidates, lambda each: each.least_bytes, factor=FRONTIER_STEP)
+    found = [best[0], *(found for candidate in lighter for found in _checked(candidate))]
+    by_time = sorted(found, key=lambda each: each.prediction.time.total)
+    frontier = tuple(_falling(by_time, lambda each: each.prediction.memory.total))
+    return Search(tuple(best), frontier, space.num_formed, len(candidates))
 
 
 def next_change(prediction: Prediction) -> Found | None:
     """The single change of a layout that makes the step the shortest and fits; None if none is faster."""
-    scenario = prediction.scenario
-    space = Space(
-        scenario.config,
-        scenario.world_size,
-        gpu=scenario.gpu,
-        engine=scenario.engine.name,
-        kept=frozenset(),
-        max_tp=scenario.gpu.gpus_per_node,
-    )
+    scenario, gpu = prediction.scenario, prediction.scenario.gpu
+    engine, max_tp = scenario.engine.name, gpu.gpus_per_node
+    space = Space(scenario.config, scenario.world_size, gpu=gpu, engine=engine, max_tp=max_tp)
     longest = prediction.time.total if prediction.memory.fits else float("inf")
     values = {name: value_of(scenario.config, ENTRIES[name].key) for name in NAMES}
     for candidate in sorted(space.changes(values), key=lambda candidate: candidate.time.total):
@@ -176,52 +154,42 @@ def _checked(candidate: Candidate) -> list[Found]:
     return [Found(candidate.values, prediction)] if prediction.memory.fits else []
 
 
-def _frontier(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-    """Of candidates by rising time those with a lower bound of memory clearly below that of all before."""
-    least: float = float("inf")
-    for candidate in candidates:
-        if candidate.least_bytes < FRONTIER_STEP * least:
-            least = candidate.least_bytes
-            yield candidate
-
-
-def _fewer_bytes(found: Iterable[Found]) -> Iterator[Found]:
-    least: float = float("inf")
-    for each in sorted(found, key=lambda each: each.prediction.time.total):
-        if each.prediction.memory.total < least:
-            least = each.prediction.memory.total
+def _falling(items: Iterable[T], bytes_of: Callable[[T], int], *, factor: float = 1.0) -> Iterator[T]:
+    """Of items by rising time those with bytes below a share of those of all before."""
+    least: float = inf
+    for each in items:
+        if bytes_of(each) < factor * least:
+            least = bytes_of(each)
             yield each
 
 
+@dataclass(eq=False)
 class Space:
-    """The layouts of a configuration.
+    """The layouts of a configuration."""
 
-    Args:
-        config: a validated configuration.
-        world_size: GPUs of the run.
-        gpu: GPU of every rank.
-        engine: training program.
-        kept: unique names of settings that stay as they are.
-        max_tp: largest size of tensor parallelism.
-    """
+    config: Config  # validated
+    world_size: int  # GPUs of the run
+    gpu: GPU  # of every rank
+    engine: str  # training program
+    max_tp: int  # largest size of tensor parallelism
+    kept: Values = field(default_factory=dict)  # settings that stay as they are
+    num_formed: int = 0  # layouts so far that the rules allow
+    least_bytes: int = 0  # least lower bound of their memory
 
-    def __init__(
-        self, config: Config, world_size: int, *, gpu: GPU, engine: str, kept: frozenset[str], max_tp: int
-    ) -> None:
-        self.config, self.world_size, self.gpu, self.engine = config, world_size, gpu, engine
-        self.kept, self.max_tp = kept, max_tp
-        dp = config.parallel.data_parallel_size(world_size) if config.train.global_batch_size is None else 1
-        self.batch_size = global_batch_size(config.train, dp)
-        self.num_formed, self.least_bytes = 0, 0
-        self._bounds = lru_cache(maxsize=None)(self._bound)
+    @cached_property
+    def batch_size(self) -> int:
+        """The global batch size."""
+        train, parallel = self.config.train, self.config.parallel
+        dp = parallel.data_parallel_size(self.world_size) if train.global_batch_size is None else 1
+        return global_batch_size(train, dp)
 
     def candidates(self) -> Iterator[Candidate]:
         """Layouts of all sizes of tp, pp and ep; for each amount of recomputation the first strategy that may fit."""
         for sizes in self._sizes():
             for recompute in RECOMPUTED[::2]:
                 for strategy in SHARDED:
-                    further = {**RESET, **SCHEDULES[0], **recompute, "data_parallel_sharding_strategy": strategy}
-                    if (candidate := self.candidate({**sizes, **further})) is not None:
+                    values = {**sizes, **recompute, "data_parallel_sharding_strategy": strategy}
+                    if (candidate := self.candidate(values)) is not None:
                         yield candidate
                         break
 
@@ -263,7 +231,7 @@ class Space:
 
     def candidate(self, values: Values) -> Candidate | None:
         """A layout with its time; None if rules forbid it or it cannot fit."""
-        values = {name: self._current(name) if name in self.kept else value for name, value in values.items()}
+        values = {name: self.kept.get(name, value) for name, value in values.items()}
         try:
             config = with_values(self.config, _by_key(values))
             check_layout(config)
@@ -271,7 +239,7 @@ class Space:
         except NanotrainError:
             return None
         self.num_formed += 1
-        least = self._bounds(**{axis: scenario.sizes[axis] for axis in ("tp", "cp", "ep", "etp")}).of(scenario)
+        least = self._bound_of(*(scenario.sizes[axis] for axis in AXES)).of(scenario)
         self.least_bytes = min(self.least_bytes or least, least)
         if least > self.gpu.memory_bytes:
             return None
@@ -280,58 +248,47 @@ class Space:
     def _is_allowed(self, change: Values) -> bool:
         """Whether a change keeps what the caller has fixed, and the bounds of the sizes."""
         size, cp = change.get("tensor_model_parallel_size", 1), change.get("context_parallel_size", 1)
-        return self.kept.isdisjoint(change) and size <= self.max_tp and self.config.data.seq_length >= cp * MIN_SLICE
+        return (
+            self.kept.keys().isdisjoint(change)
+            and size <= self.max_tp
+            and self.config.data.seq_length >= cp * MIN_SLICE
+        )
 
     def _sizes(self) -> Iterator[Values]:
-        """Sizes of tp, pp, ep and the micro-batch that divide the GPUs and the global batch."""
+        """Layouts of all sizes of tp, cp, pp, ep and the micro-batch that divide the GPUs and the global batch."""
         model, seq_length = self.config.model, self.config.data.seq_length
         num_experts = model.moe.num_experts if model.moe else 1
-        tp_sizes = self._choices("tensor_model_parallel_size", _powers(min(self.max_tp, model.num_attention_heads)))
-        cp_sizes = self._choices("context_parallel_size", _powers(seq_length // FIRST_SLICE))
-        pp_sizes = self._choices("pipeline_model_parallel_size", range(1, model.num_layers + 1))
-        ep_sizes = self._choices("expert_model_parallel_size", _powers(num_experts))
-        micro_batches = self._choices("micro_batch_size", _powers(MAX_TOKENS // seq_length))
-        for tp, cp, pp, ep, micro_batch in product(tp_sizes, cp_sizes, pp_sizes, ep_sizes, micro_batches):
+        choices: dict[str, Iterable[int]] = {
+            "tensor_model_parallel_size": _powers(min(self.max_tp, model.num_attention_heads)),
+            "context_parallel_size": _powers(seq_length // FIRST_SLICE),
+            "pipeline_model_parallel_size": range(1, model.num_layers + 1),
+            "expert_model_parallel_size": _powers(num_experts),
+            "micro_batch_size": _powers(MAX_TOKENS // seq_length),
+        }
+        choices |= {name: [self.kept[name]] for name in choices if name in self.kept}
+        for tp, cp, pp, ep, micro_batch in product(*choices.values()):
             num_ranks = self.world_size // (tp * cp * pp)  # of data parallelism
             is_whole = self.world_size % (tp * cp * pp) == 0 and num_experts % ep == 0
             if is_whole and self.batch_size % (num_ranks * micro_batch) == 0:
-                yield {
-                    "tensor_model_parallel_size": tp,
-                    "sequence_parallel": tp > 1,
-                    "context_parallel_size": cp,
-                    "pipeline_model_parallel_size": pp,
-                    "expert_model_parallel_size": ep,
-                    "expert_tensor_parallel_size": 1 if model.moe else None,
-                    "micro_batch_size": micro_batch,
-                }
+                yield self._sized(choices, (tp, cp, pp, ep, micro_batch))
 
-    def _choices(self, name: str, choices: Iterable[int | None]) -> list[Any]:
-        """The sizes of an axis, or only that of the configuration if it is fixed."""
-        return [self._current(name)] if name in self.kept else list(choices)
+    def _sized(self, names: Iterable[str], sizes: Iterable[int | None]) -> dict[str, Any]:
+        """The first layout with other sizes."""
+        values = {**FIRST, "expert_tensor_parallel_size": 1 if self.config.model.moe else None}
+        values |= dict(zip(names, sizes, strict=True))
+        return values | {"sequence_parallel": values["tensor_model_parallel_size"] > 1}
 
-    def _current(self, name: str) -> Any:
-        return value_of(self.config, ENTRIES[name].key)
+    @cached_property
+    def _bound_of(self) -> Callable[..., Bound]:
+        return cache(self._bound)
 
-    def _bound(self, *, tp: int, cp: int, ep: int, etp: int) -> Bound:
+    def _bound(self, *sizes: int) -> Bound:
+        """The bound of layouts with these sizes of tp, cp, ep and etp."""
+        tp, cp, ep, etp = sizes
         world_size = lcm(tp * cp, ep * etp)
-        values = {
-            **RESET,
-            **SCHEDULES[0],
-            "tensor_model_parallel_size": tp,
-            "sequence_parallel": tp > 1,
-            "context_parallel_size": cp,
-            "pipeline_model_parallel_size": 1,
-            "expert_model_parallel_size": ep,
-            "expert_tensor_parallel_size": etp if self.config.model.moe else None,
-            "data_parallel_sharding_strategy": "optim",
-            "micro_batch_size": 1,
-            "global_batch_size": world_size // (tp * cp),
-            "rampup_batch_size": [],
-            "step_batch_size_schedule": [],
-            **RECOMPUTED[0],
-        }
-        config = with_values(self.config, _by_key(values))
-        return Bound(plan_run(config, world_size, rank=0))
+        batch = {"global_batch_size": world_size // (tp * cp), "rampup_batch_size": [], "step_batch_size_schedule": []}
+        values = self._sized(AXES.values(), (tp, cp, ep, etp if self.config.model.moe else None))
+        return Bound(plan_run(with_values(self.config, _by_key(values | batch)), world_size, rank=0))
 
 
 def _by_key(values: Values) -> dict[str, Any]:

@@ -23,6 +23,9 @@ from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import ENTRIES, KEYS, unnest, value_of, with_values
 from nanotrain.errors import ErrorCollector, NanotrainError
 from nanotrain.log import get_logger
+from nanotrain.planner.hardware import gpu_of
+from nanotrain.planner.screen import layout_text
+from nanotrain.planner.search import NAMES, search
 from nanotrain.quantities import count_of
 from nanotrain.runs.folder import RunFolder
 from nanotrain.train.checks import Start
@@ -31,18 +34,7 @@ from nanotrain.untrusted import read_file
 
 log = get_logger(__name__)
 
-# keys of what the search chooses
-LAYOUT = tuple(
-    ENTRIES[name].key
-    for name in (
-        *("tensor_model_parallel_size", "sequence_parallel", "context_parallel_size", "cp_comm_type"),
-        *("pipeline_model_parallel_size", "pipeline_schedule", "num_virtual_stages_per_pipeline_rank"),
-        *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout"),
-        *("expert_model_parallel_size", "expert_tensor_parallel_size", "data_parallel_sharding_strategy"),
-        *("num_distributed_optimizer_instances", "micro_batch_size", "cpu_offloading", "cpu_offloading_num_layers"),
-        *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
-    )
-)
+LAYOUT = tuple(ENTRIES[name].key for name in NAMES)  # keys of what the search chooses
 
 
 def with_auto_layout(
@@ -99,10 +91,6 @@ def _kept(config: Config, saved: Mapping[str, Any], *, world_size: int, explicit
 
 def _searched(config: Config, start: Start, *, explicit: frozenset[str]) -> tuple[Config, str]:
     """The configuration with the fastest layout, and a line on it."""
-    from nanotrain.planner.hardware import gpu_of
-    from nanotrain.planner.screen import layout_text
-    from nanotrain.planner.search import search
-
     launch, memory = start.launch, start.available  # of a GPU
     if start.device.type == "cpu":  # all of it: what is free differs between ranks, and `require_memory` checks that
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // launch.local_world_size

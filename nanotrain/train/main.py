@@ -96,7 +96,6 @@ def train(loaded: Loaded) -> None:
     with importing_torch():
         from nanotrain.comm.device import set_deterministic, sum_bf16_products_in_fp32
         from nanotrain.comm.parallel_context import Launch, ParallelContext
-        from nanotrain.train.auto_layout import with_auto_layout
         from nanotrain.train.checks import Start, check
         from nanotrain.train.fit import fit
         from nanotrain.train.inputs import open_inputs
@@ -120,6 +119,8 @@ def train(loaded: Loaded) -> None:
         outlive_output("training goes on, its steps are in metrics.jsonl")
         config, inputs = open_inputs(loaded, reads_checkpoint=launch.local_rank == 0)
         if config.parallel.auto_layout:
+            from nanotrain.train.auto_layout import with_auto_layout
+
             config, inputs = with_auto_layout(config, inputs, start=start, explicit=loaded.explicit)
             validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)
         memory = require_memory(config, world_size, device=start.device.type, available=start.available)

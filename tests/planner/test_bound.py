@@ -13,7 +13,7 @@ EXPERTS = ["+config=tiny_moe", "--mock-data", "--global-batch-size", "32"]
 
 def space_of(flags, world_size):
     config = load(flags).config
-    return Space(config, world_size, gpu=gpu_of("h100"), engine="nanotrain", kept=frozenset(), max_tp=8)
+    return Space(config, world_size, gpu=gpu_of("h100"), engine="nanotrain", max_tp=8)
 
 
 @pytest.mark.parametrize(("flags", "world_size"), [(SMALL, 8), (EXPERTS, 4)])

@@ -65,7 +65,7 @@ def test_the_next_change_is_a_faster_layout_that_fits():
 def test_the_flags_of_a_change_give_its_configuration():
     recompute = ["memory.recompute_granularity=selective", "memory.recompute_modules=[mlp]"]
     config = load([*SMALL, *recompute]).config
-    space = Space(config, 8, gpu=gpu_of("h100"), engine="nanotrain", kept=frozenset(), max_tp=8)
+    space = Space(config, 8, gpu=gpu_of("h100"), engine="nanotrain", max_tp=8)
     values = {name: value_of(config, ENTRIES[name].key) for name in NAMES}
     changes = list(space.changes(values))
     assert len(changes) > 6
