@@ -9,7 +9,6 @@ from nanotrain.planner.stage_time import Stages, Unit
 from nanotrain.planner.step_time import COMPUTE_RANGE, NETWORK_RANGE, StepTime
 from nanotrain.quantities import describe_bytes
 from nanotrain.spec.counts import flops_per_token
-from nanotrain.spec.stages import StageSpec
 
 COLLECTIVES = {
     "before": "input",
@@ -22,30 +21,26 @@ TOTALS = """\
 compute     sum of these operators over the stages and microbatches of a rank; host: what is launched later than that
 exposed     collectives without the operators beside them; a collective takes steps x latency + bytes / bandwidth
 bubble      end of the schedule without compute, host and exposed seconds of the rank that ends last
-optimizer   {optimizer:g} bytes per parameter / {shards:,} ranks at {efficiency:.0%} of {bandwidth:.2f} TB/s
-tokens/s    {batch:,} samples x {seq:,} tokens / {total:.3f} s / {gpus:,} GPUs = {tokens:,.0f}
-MFU         {tokens:,.0f} tokens/s x {flops:,.2f} GFLOP per token / {peak:,.0f} TFLOP/s = {mfu:.1%}
+optimizer   {engine.optimizer_bytes:g} bytes per parameter / {shards:,} ranks at {share:.0%} of {bandwidth:.2f} TB/s
+tokens/s    {train.global_batch_size:,} samples x {seq:,} tokens / {time.total:.3f} s / {gpus:,} GPUs = {speed:,.0f}
+MFU         {speed:,.0f} tokens/s x {flops:,.2f} GFLOP per token / {peak:,.0f} TFLOP/s = {time.mfu:.1%}
 range       {compute_range:.0%} of what computes and {network_range:.0%} of what waits for other GPUs"""
 
 
 def explain(prediction: Prediction) -> str:
     """The operators of every different module, and the formulas of the totals."""
-    stages, lines, seen = Stages(prediction.scenario), list[str](), set[int]()
-    for spec in (spec for rank in prediction.scenario.stages for spec in rank):
-        for unit, name in zip(stages.units(spec), _names(spec, stages), strict=True):
-            if id(unit) not in seen:
-                seen.add(id(unit))
-                lines += _unit_lines(unit, name, scenario=prediction.scenario)
+    scenario, stages = prediction.scenario, Stages(prediction.scenario)
+    names: dict[Unit, str | int] = {}
+    for spec in (spec for rank in scenario.stages for spec in rank):
+        for unit, name in zip(stages.units(spec), stages.modules(spec), strict=True):
+            names.setdefault(unit, name)
+    lines = [line for unit, name in names.items() for line in _unit_lines(unit, name, scenario=scenario)]
     return "\n".join([*lines, _totals(prediction.time)])
 
 
-def _names(spec: StageSpec, stages: Stages) -> list[str]:
-    layers = [f"layer {layer}" for layer in spec.layers]
-    further = [f"mtp {layer}" for layer in stages.layers.shape.mtp_layers]
-    return ["embedding"] * spec.has_embedding + layers + (["head", *further] if spec.has_head else [])
-
-
-def _unit_lines(unit: Unit, name: str, *, scenario: Scenario) -> Iterator[str]:
+def _unit_lines(unit: Unit, name: str | int, *, scenario: Scenario) -> Iterator[str]:
+    if isinstance(name, int):
+        name = f"{'layer' if name < scenario.shape.num_layers else 'mtp'} {name}"
     title = f"{name} and those like it, a microbatch{', recomputed' if unit.is_recomputed else ''}"
     yield f"{title:<50}{'forward':>10}{'backward':>10}  ms"
     for part in unit.parts:
@@ -73,21 +68,19 @@ def _work(part: Part, scenario: Scenario) -> str:
 
 
 def _totals(time: StepTime) -> str:
-    scenario, gpu = time.scenario, time.scenario.gpu
-    train, data = scenario.config.train, scenario.config.data
+    scenario, gpu, seq_length = time.scenario, time.scenario.gpu, time.scenario.config.data.seq_length
     return TOTALS.format(
-        optimizer=scenario.engine.optimizer_bytes,
+        time=time,
+        share=gpu.memory_efficiency,
+        engine=scenario.engine,
+        train=scenario.config.train,
         bandwidth=gpu.memory_bandwidth / 1e12,
-        efficiency=gpu.memory_efficiency,
         shards=len(scenario.ranks("dp_shard")),
-        batch=train.global_batch_size,
-        seq=data.seq_length,
-        total=time.total,
+        seq=seq_length,
         gpus=scenario.world_size,
-        tokens=time.tokens_per_s_per_gpu,
-        flops=flops_per_token(scenario.shape, data.seq_length) / 1e9,
-        peak=gpu.peak_flops.get("bf16", gpu.peak_flops.get("fp16", 0.0)) / 1e12,
-        mfu=time.mfu,
+        speed=time.tokens_per_s_per_gpu,
+        flops=flops_per_token(scenario.shape, seq_length) / 1e9,
+        peak=time.peak_flops / 1e12,
         compute_range=COMPUTE_RANGE,
         network_range=NETWORK_RANGE,
     )

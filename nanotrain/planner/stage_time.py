@@ -1,12 +1,12 @@
 """How long the actions of a pipeline stage take: forward, backward and its two halves, with FSDP's collectives.
 
-Stages.times[stage][kind]    Streams of one action
-      .numel[stage]          parameters of the stage on one rank, dense and of experts
+Stages.times[stage, kind]    Streams of one action
+      .numel(stages)         parameters of stages on one rank, dense and of experts
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import inf, prod
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ class Numel(NamedTuple):
     tensors: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Unit:
     """A layer, the embedding or the head."""
 
@@ -51,24 +51,24 @@ class Stages:
         self.scenario, self.config, self.layers = scenario, scenario.config, Layers(scenario)
         self.precision = Precision.of(self.config.precision)
         self.strategy = self.config.parallel.data_parallel_sharding_strategy
-        self._units: dict[object, Unit] = {}
-        self._times: dict[tuple[object, ...], dict[ActionKind, Streams]] = {}
+        self._unit = cache(self._build_unit)
+        self._like = dict[tuple[bool, ...], int]()  # the first layer of every kind
 
     @cached_property
-    def times(self) -> dict[int, dict[ActionKind, Streams]]:
-        """What the actions of every stage run."""
-        found = {}
-        for spec in (spec for stages in self.scenario.stages for spec in stages):
-            key = tuple(map(id, self.units(spec)))
-            if key not in self._times:
-                self._times[key] = {kind: self._action(self.units(spec), kind) for kind in KINDS}
-            found[spec.index] = self._times[key]
-        return found
+    def times(self) -> dict[tuple[int, ActionKind], Streams]:
+        """What the actions of every stage run; stages of the same units take equally long."""
+        specs, action = [spec for stages in self.scenario.stages for spec in stages], cache(self._action)
+        return {(spec.index, kind): action(self.units(spec), kind) for spec in specs for kind in KINDS}
 
-    def numel(self, spec: StageSpec) -> Numel:
-        """Parameters of a stage on one rank."""
-        parts = [unit.numel for unit in self.units(spec)]
-        return Numel(*map(sum, zip(*parts, strict=True))) if parts else Numel(0, 0, 0)
+    def numel(self, specs: Iterable[StageSpec]) -> Numel:
+        """Parameters of stages on one rank."""
+        parts = (unit.numel for spec in specs for unit in self.units(spec))
+        return Numel(*map(sum, zip((0, 0, 0), *parts, strict=True)))
+
+    @cached_property
+    def shards(self) -> tuple[int, int]:
+        """Ranks that share the state of dense parameters, and of experts."""
+        return len(self.scenario.ranks("dp_shard")), len(self.scenario.ranks("expert_dp_shard"))
 
     def seconds(self, streams: Streams) -> float:
         """Duration of an action: on the device, or of its launches on the host where these take longer."""
@@ -92,33 +92,36 @@ class Stages:
         is_slow = self.scenario.world_size >= nodes * self.scenario.machine.gpus_per_node
         return seconds if is_slow and self.scenario.sizes["pp"] == 1 else 0.0
 
-    def units(self, spec: StageSpec) -> list[Unit]:
-        """The modules of a stage, in forward order."""
-        recomputed: set[int] = set()
-        if self.config.memory.recompute_granularity == "full":
-            recomputed = {index for group in recomputed_groups(self.config, len(spec.layers)) for index in group}
-        units = [self._unit("embedding")] if spec.has_embedding else []
-        units += [self._unit(layer, is_recomputed=index in recomputed) for index, layer in enumerate(spec.layers)]
-        if spec.has_head:
-            further = [self._unit(layer, is_recomputed=bool(recomputed)) for layer in self.layers.shape.mtp_layers]
-            units += [self._unit("head"), *further]
-        return units
+    def modules(self, spec: StageSpec) -> list[str | int]:
+        """The embedding, the layers by their index in the model, the head, and layers of multi-token prediction."""
+        further = ["head", *self.layers.shape.mtp_layers] if spec.has_head else []
+        return ["embedding"] * spec.has_embedding + [*spec.layers, *further]
 
-    def _unit(self, name: str | int, *, is_recomputed: bool = False) -> Unit:
+    def units(self, spec: StageSpec) -> tuple[Unit, ...]:
+        """The modules of a stage, in forward order."""
+        is_full = self.config.memory.recompute_granularity == "full"
+        groups = recomputed_groups(self.config, len(spec.layers)) if is_full else []
+        recomputed = {spec.layers[index] for group in groups for index in group}
+        recomputed.update(self.layers.shape.mtp_layers if groups else ())
+        return tuple(self._unit(self._kind(name), name in recomputed) for name in self.modules(spec))
+
+    def _kind(self, name: str | int) -> str | int:
+        """The first layer of the same kind."""
+        if isinstance(name, str):
+            return name
+        shape = self.layers.shape
+        return self._like.setdefault((shape.has_experts(name), shape.has_window(name), name >= shape.num_layers), name)
+
+    def _build_unit(self, name: str | int, is_recomputed: bool) -> Unit:
         shape, layers = self.layers.shape, self.layers
-        key = name if isinstance(name, str) else (
-            shape.has_experts(name), shape.has_window(name), name >= shape.num_layers, is_recomputed
-        )  # fmt: skip
-        if key not in self._units:
-            if isinstance(name, int):
-                parts = layers.multi_token(name) if name >= shape.num_layers else layers.block(name)
-                specs = block(self._declaration, has_experts=self._declaration.shape.has_experts(name))
-            else:
-                parts = layers.embedding() if name == "embedding" else layers.head()
-                stage = StageSpec(0 if name == "embedding" else 1, 0, 0, name == "embedding", name == "head")
-                specs = tuple(spec for spec in declare_stage(self._declaration, stage) if spec.unit != "mtp")
-            self._units[key] = Unit(parts, self._count(specs), is_recomputed)
-        return self._units[key]
+        if isinstance(name, int):
+            parts = layers.multi_token(name) if name >= shape.num_layers else layers.block(name)
+            specs = block(self._declaration, has_experts=self._declaration.shape.has_experts(name))
+        else:
+            parts = layers.embedding() if name == "embedding" else layers.head()
+            stage = StageSpec(0 if name == "embedding" else 1, 0, 0, name == "embedding", name == "head")
+            specs = tuple(spec for spec in declare_stage(self._declaration, stage) if spec.unit != "mtp")
+        return Unit(parts, self._count(specs), is_recomputed)
 
     @cached_property
     def _declaration(self) -> Declaration:

@@ -4,8 +4,9 @@ Every pipeline rank runs its actions of the real schedule, each when its input i
 of gradients, which begin during the last backward, and the gathers of parameters.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape
 from nanotrain.parallel.pp.schedules import build_schedule
 from nanotrain.planner.collectives import collective_s
 from nanotrain.planner.kernels import memory_s
+from nanotrain.planner.operators import Streams
 from nanotrain.planner.scenario import Scenario
 from nanotrain.planner.stage_time import Numel, Stages
 from nanotrain.spec.counts import flops_per_token
@@ -74,8 +76,13 @@ class StepTime:
     def mfu(self) -> float:
         """Model FLOPs utilization, of the peak in 16 bits."""
         flops = flops_per_token(self.scenario.shape, self.scenario.config.data.seq_length)
+        return self.tokens_per_s_per_gpu * flops / self.peak_flops
+
+    @property
+    def peak_flops(self) -> float:
+        """Dense peak of the GPU in 16 bits."""
         peaks = self.scenario.gpu.peak_flops
-        return self.tokens_per_s_per_gpu * flops / (peaks.get("bf16") or peaks["fp16"])
+        return peaks.get("bf16") or peaks["fp16"]
 
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
@@ -127,7 +134,7 @@ class DataParallel:
     exposed: float  # reductions that end after the last backward
     gathers: float  # gathers of updated parameters that the forward waits for
     update: float  # the update
-    spans: tuple[Span, ...] = field(default=())
+    spans: list[Span]
 
 
 def predict_step(scenario: Scenario, *, memory_share: float = 0.0) -> StepTime:
@@ -146,11 +153,7 @@ class StepClock:
     def __init__(self, scenario: Scenario, *, memory_share: float = 0.0) -> None:
         self.scenario, self.stages, self.shape = scenario, Stages(scenario), scenario.pipeline
         self.gpu, self.memory_share = scenario.machine, memory_share
-        self.durations = {
-            (stage, kind): self.stages.seconds(streams)
-            for stage, kinds in self.stages.times.items()
-            for kind, streams in kinds.items()
-        }
+        self.durations = {action: self.stages.seconds(streams) for action, streams in self.stages.times.items()}
 
     def step_time(self) -> StepTime:
         """The parts of the time of the rank that ends last."""
@@ -160,9 +163,14 @@ class StepClock:
         ends = [self.data_parallel(run, rank) for rank in range(self.shape.num_ranks)]
         slowest = max(range(self.shape.num_ranks), key=lambda rank: run.finish[rank] + ends[rank].exposed)
         total = run.finish[slowest] + ends[slowest].exposed + (number - lengths[0]) * self.per_microbatch(runs)
-        compute, host, exposed = self._spent(run, slowest)
+        actions = self._actions(run, slowest)
+        spent = Streams()
+        for action in actions:
+            spent.add(self.stages.times[action])
+        exposed = defaultdict(float, {group: number * seconds for group, seconds in spent.exposed.items()})
+        compute, host = number * spent.compute, number * (sum(self.durations[each] for each in actions) - spent.seconds)
         exposed["pp"] = run.waits[slowest] * number / lengths[0]
-        exposed["dp"] = exposed.get("dp", 0.0) + ends[slowest].exposed
+        exposed["dp"] += ends[slowest].exposed
         bubble = max(0.0, total - compute - host - sum(exposed.values()))
         exposed["dp"] += max(end.gathers for end in ends)
         return StepTime(
@@ -179,24 +187,15 @@ class StepClock:
         """Seconds of a microbatch more: those between two runs, and at least those of the busiest rank."""
         if len(runs) == 1:
             return 0.0
-        kinds = {step.action.kind for step in runs[0].order.steps}
-        seconds = self.durations
-        actions = (sum(seconds[spec.index, kind] for spec in specs for kind in kinds) for specs in self.scenario.stages)
-        busy = (each + waits / 2 / self.shape.num_ranks for each, waits in zip(actions, runs[0].waits, strict=True))
-        return max((runs[1].duration - runs[0].duration) / self.shape.num_ranks, *busy)
+        ranks = range(self.shape.num_ranks)
+        actions = (sum(self.durations[action] for action in self._actions(runs[0], rank)) for rank in ranks)
+        busy = (each + waits / 2 / len(ranks) for each, waits in zip(actions, runs[0].waits, strict=True))
+        return max((runs[1].duration - runs[0].duration) / len(ranks), *busy)
 
-    def _spent(self, run: Run, rank: int) -> tuple[float, float, dict[str, float]]:
-        """Seconds of a rank in operators, in waiting for the host, and in exposed communication by group."""
-        compute, host, exposed, number = 0.0, 0.0, dict[str, float](), self.shape.num_microbatches
+    def _actions(self, run: Run, rank: int) -> list[tuple[int, ActionKind]]:
+        """Stages and kinds of the actions that a rank runs of every microbatch."""
         kinds = {step.action.kind for step in run.order.steps}
-        for stage in (spec.index for spec in self.scenario.stages[rank]):
-            for kind in kinds:
-                streams = self.stages.times[stage][kind]
-                compute += number * streams.compute
-                host += number * (self.durations[stage, kind] - streams.seconds)
-                for group, seconds in streams.exposed.items():
-                    exposed[group] = exposed.get(group, 0.0) + number * seconds
-        return compute, host, exposed
+        return [(spec.index, kind) for spec in self.scenario.stages[rank] for kind in kinds]
 
     def run(self, shape: PipelineShape) -> Run:
         """Run the schedule; every rank runs its actions in order, each as soon as its input is there."""
@@ -229,30 +228,28 @@ class StepClock:
     def data_parallel(self, run: Run, rank: int) -> DataParallel:
         """Reductions of gradients, the update and gathers of parameters of one pipeline rank."""
         scenario, stages, engine = self.scenario, self.stages, self.scenario.engine
-        numel = Numel(*map(sum, zip(*(stages.numel(spec) for spec in scenario.stages[rank]), strict=True)))
-        spans = self._reductions(run, rank)
-        shards = len(scenario.ranks("dp_shard")), len(scenario.ranks("expert_dp_shard"))
-        updated = numel.dense / shards[0] + numel.expert / shards[1]
+        numel, spans = stages.numel(scenario.stages[rank]), self._reductions(run, rank)
+        updated = numel.dense / stages.shards[0] + numel.expert / stages.shards[1]
         update = memory_s(self.gpu, engine.optimizer_bytes * updated) + UPDATE_LAUNCHES * engine.launch_s
         if scenario.config.optim.optimizer_cpu_offload:
             on_host = updated * host_fraction(scenario.config.optim)
             copied = on_host * (stages.precision.main_grads.itemsize + stages.precision.params.itemsize)
             update += copied / self.gpu.host_bandwidth + on_host * engine.optimizer_bytes / HOST_UPDATE
         gathers = 0.0
-        if stages.strategy in ("optim", "optim_grads") and shards[0] > 1:
+        if stages.strategy in ("optim", "optim_grads") and stages.shards[0] > 1:
             gathers = stages.collective_s("all_gather", numel, itemsize=stages.precision.params.itemsize)
-            gathers = engine.gather_factor * gathers + numel.tensors * shards[0] * engine.gather_copy_s
+            gathers = engine.gather_factor * gathers + numel.tensors * stages.shards[0] * engine.gather_copy_s
             if stages.overlaps("params"):
                 number = max(1, round(sum(numel[:2]) / self._bucket_numel))
                 first = sum(self.durations[spec.index, ActionKind.forward] for spec in scenario.stages[rank])
                 gathers = max(gathers / number, gathers - first)
         after = max((span.end for span in spans), default=0.0) - run.finish[rank]
-        return DataParallel(max(0.0, after), gathers, update, tuple(spans))
+        return DataParallel(max(0.0, after), gathers, update, spans)
 
     @property
     def _bucket_numel(self) -> int:
         size = self.scenario.engine.bucket_numel or self.scenario.config.parallel.ddp_bucket_size
-        return size or max(MIN_BUCKET, BUCKET_PER_RANK * len(self.scenario.ranks("dp_shard")))
+        return size or max(MIN_BUCKET, BUCKET_PER_RANK * self.stages.shards[0])
 
     def _reductions(self, run: Run, rank: int) -> list[Span]:
         """The reductions of the gradient buckets of one rank, from the last backward of each of its stages on.
@@ -262,15 +259,14 @@ class StepClock:
         stages, engine = self.stages, self.scenario.engine
         scatters = stages.strategy == "optim" and not engine.zero_all_reduces
         is_scattered = stages.strategy in ("optim_grads", "optim_grads_params")
-        shards = len(self.scenario.ranks("dp_shard")), len(self.scenario.ranks("expert_dp_shard"))
         last, spans, itemsize = run.order.last_backwards, list[Span](), stages.precision.grads.itemsize
         for spec in sorted(self.scenario.stages[rank], key=lambda spec: last[spec.index]):
-            numel, place = stages.numel(spec), last[spec.index]
+            numel, place = stages.numel([spec]), last[spec.index]
             number = max(1, round(sum(numel[:2]) / self._bucket_numel))
             bucket = Numel(numel.dense // number, numel.expert // number, 0)
             operation = "reduce_scatter" if scatters else "all_reduce"
             seconds = 0.0 if is_scattered else stages.collective_s(operation, bucket, itemsize=itemsize)
-            shard = Numel(bucket.dense // shards[0], bucket.expert // shards[1], 0)
+            shard = Numel(bucket.dense // stages.shards[0], bucket.expert // stages.shards[1], 0)
             seconds += stages.collective_s("all_reduce", shard, itemsize=itemsize, level="replicate")
             for index in range(number if seconds else 0):
                 ready = run.starts[place] + (run.ends[place] - run.starts[place]) * (index + 1) / number

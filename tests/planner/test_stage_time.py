@@ -16,22 +16,22 @@ def test_parameters_are_those_of_the_plan(values: dict[str, object]) -> None:
     for rank, specs in enumerate(scenario.stages):
         planned = scenario.plan(rank).stages
         for spec, stage in zip(specs, planned, strict=True):
-            numel = stages.numel(spec)
+            numel = stages.numel([spec])
             assert numel.dense + numel.expert == sum(param.box.numel for param in stage.params)
             assert numel.expert == sum(param.box.numel for param in stage.params if param.spec.is_expert)
             assert numel.tensors == len(stage.params)
 
 
 def test_full_recomputation_adds_a_forward_of_the_layers() -> None:
-    plain, full = (Stages(llama(8, **more)).times[0] for more in ({}, {"recompute_granularity": "full"}))
-    assert full[FORWARD].compute == plain[FORWARD].compute
-    added = full[BACKWARD].compute - plain[BACKWARD].compute
-    assert 0.8 * plain[FORWARD].compute < added < plain[FORWARD].compute
+    plain, full = (Stages(llama(8, **more)).times for more in ({}, {"recompute_granularity": "full"}))
+    assert full[0, FORWARD].compute == plain[0, FORWARD].compute
+    added = full[0, BACKWARD].compute - plain[0, BACKWARD].compute
+    assert 0.8 * plain[0, FORWARD].compute < added < plain[0, FORWARD].compute
 
 
 def test_selective_recomputation_adds_the_modules() -> None:
     plain, attention, mlp = (
-        Stages(llama(8, **more)).times[0][BACKWARD].compute
+        Stages(llama(8, **more)).times[0, BACKWARD].compute
         for more in (
             {},
             {"recompute_granularity": "selective"},
@@ -43,13 +43,13 @@ def test_selective_recomputation_adds_the_modules() -> None:
 
 def test_sharded_parameters_are_gathered_beside_the_unit_before() -> None:
     values = {"strategy": "optim_grads_params", "gbs": 64}
-    exposed = Stages(llama(64, **values)).times[0]
-    hidden = Stages(llama(64, overlap_param_gather=True, overlap_grad_reduce=True, **values)).times[0]
-    assert hidden[FORWARD].exposed["dp"] < 0.5 * exposed[FORWARD].exposed["dp"]
-    assert hidden[BACKWARD].exposed["dp"] < 0.7 * exposed[BACKWARD].exposed["dp"]
-    kept = Stages(llama(64, reshard_after_forward=False, **values)).times[0]
-    assert kept[FORWARD].exposed["dp"] == exposed[FORWARD].exposed["dp"]
-    assert kept[BACKWARD].exposed["dp"] < 0.9 * exposed[BACKWARD].exposed["dp"]  # gathered once, not again
+    exposed = Stages(llama(64, **values)).times
+    hidden = Stages(llama(64, overlap_param_gather=True, overlap_grad_reduce=True, **values)).times
+    assert hidden[0, FORWARD].exposed["dp"] < 0.5 * exposed[0, FORWARD].exposed["dp"]
+    assert hidden[0, BACKWARD].exposed["dp"] < 0.7 * exposed[0, BACKWARD].exposed["dp"]
+    kept = Stages(llama(64, reshard_after_forward=False, **values)).times
+    assert kept[0, FORWARD].exposed["dp"] == exposed[0, FORWARD].exposed["dp"]
+    assert kept[0, BACKWARD].exposed["dp"] < 0.9 * exposed[0, BACKWARD].exposed["dp"]  # gathered once, not again
 
 
 def test_small_layers_wait_for_the_host() -> None:
@@ -62,7 +62,7 @@ def test_small_layers_wait_for_the_host() -> None:
     }
     for values, is_bound in ((small, True), ({}, False)):
         stages = Stages(llama(8, **values))
-        streams = stages.times[0][FORWARD]
+        streams = stages.times[0, FORWARD]
         assert (stages.seconds(streams) > streams.seconds) == is_bound
     graphs = Stages(llama(8, options={"cuda_graphs": True}, **small))
-    assert graphs.host_s(graphs.times[0][FORWARD]) < graphs.times[0][FORWARD].seconds
+    assert graphs.host_s(graphs.times[0, FORWARD]) < graphs.times[0, FORWARD].seconds
