@@ -2,14 +2,16 @@
 
     python benchmarks/roofline.py                                   # llama1b on an H100
     python benchmarks/roofline.py --card A100 --world-size 8 +config=gpt2_124m --micro-batch-size 16
+    python benchmarks/roofline.py --world-size 2048 +config=deepseek_v3 [--rank 512]
 
 One microbatch runs forward and backward on the meta device, which computes nothing. Every operator is counted with its
 FLOPs and the bytes that it reads and writes; its time is the longer of the two at the attainable share of the card's
-peak. Attention counts as one fused operator per direction. Gradients, optimizer and communication follow from the plan.
+peak. Attention counts as one fused operator per direction, in the time of the kernel that torch picks. Gradients,
+optimizer and communication follow from the plan.
 
     tp       the sharded stage runs in a world that sends nothing; its collectives are counted
     cp       every rank has an equal share of each sequence: the work of all of it, divided
-    pp       the stages of the rank; the bubble is the schedule's, with equal stages
+    pp       the stages of the rank, of the slowest one without --rank; the bubble is that of equal stages
     ep, etp  every rank of ep receives equally many tokens
 
 A group inside a node communicates over the card's links, any other over the network.
@@ -24,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from unittest.mock import patch
 
@@ -31,9 +34,11 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))  # where a test loads this file by its path
+from cards import CARDS, Card, attention_kernel, attention_share
 from operator_count import OperatorCount, on_meta
 
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import Config
 from nanotrain.config.load import load
 from nanotrain.config.parallel import ParallelConfig
 from nanotrain.data.batch import Batch
@@ -65,28 +70,6 @@ LAUNCH_S = 10e-6
 OPTIMIZER_BYTES = 44
 
 
-@dataclass(frozen=True)
-class Card:
-    """Peaks of a card, from the vendor's data sheet, and the shares of them that large operators attain (assumed)."""
-
-    device_name: str  # a name that `peak_flops` has, in bf16
-    memory_bytes_per_s: float
-    link_bytes_per_s: float  # NVLink, one direction
-    gemm_share: float
-    attention_share: float
-    memory_share: float = 0.85
-    link_share: float = 0.75
-
-
-# NVIDIA data sheets: H100 SXM5 80 GB, H200 SXM 141 GB, A100 SXM4 80 GB. The attention shares are of FlashAttention-2,
-# which reaches about the same FLOP/s on Hopper as 60 % of an A100's peak.
-CARDS = {
-    "H100": Card("NVIDIA H100 80GB HBM3", 3.35e12, 450e9, gemm_share=0.72, attention_share=0.35),
-    "H200": Card("NVIDIA H200", 4.8e12, 450e9, gemm_share=0.72, attention_share=0.35),
-    "A100": Card("NVIDIA A100-SXM4-80GB", 2.039e12, 300e9, gemm_share=0.8, attention_share=0.6),
-}
-
-
 @dataclass
 class Cost:
     """Work of one class of operators."""
@@ -103,6 +86,7 @@ class Budget:
 
     card: Card
     dtype: str
+    attention_share: float = 0.0
     costs: dict[str, Cost] = field(default_factory=lambda: defaultdict(Cost))
     traffic: dict[str, Cost] = field(default_factory=lambda: defaultdict(Cost))  # the same communication, by group
 
@@ -114,6 +98,11 @@ class Budget:
             cost.num_bytes += num_bytes
             cost.seconds += num_bytes / (bandwidth * self.card.link_share)
 
+    @cached_property
+    def peak(self) -> float:
+        """FLOP/s of products of the dtype; 0 where it is unknown."""
+        return peak_flops(self.card.device_name, self.dtype) or 0.0
+
     def idle(self, seconds: float) -> None:
         """Count time in which the rank waits for other pipeline stages."""
         self.costs["bubble"].seconds += seconds
@@ -121,10 +110,9 @@ class Budget:
     def add(self, name: str, *, flops: float = 0.0, num_bytes: float = 0.0, launches: int = 1, times: int = 1) -> None:
         """Count an operator that runs `times` times."""
         card, cost = self.card, self.costs[name]
-        peak = peak_flops(card.device_name, self.dtype) or 0.0
-        share = {"GEMM": card.gemm_share, "attention": card.attention_share}.get(name, 1.0)
+        share = {"GEMM": card.gemm_share, "attention": self.attention_share}.get(name, 1.0)
         bandwidth = card.memory_bytes_per_s * card.memory_share
-        seconds = max(flops / (peak * share) if flops else 0.0, num_bytes / bandwidth)
+        seconds = max(flops / (self.peak * share) if flops else 0.0, num_bytes / bandwidth)
         cost.flops += flops * times
         cost.num_bytes += num_bytes * times
         cost.launches += launches * times
@@ -145,7 +133,7 @@ def budget_of(plan: Plan, card: Card, *, has_triton: bool = True) -> Budget:
         has_triton: count the Triton kernels of the loss, products that write weight gradients and joined projections,
             not their torch forms.
     """
-    budget = Budget(card, plan.config.precision.params_dtype)
+    budget = Budget(card, plan.config.precision.params_dtype, attention_share(plan, card))
     with _model_parallel(plan) as parallel:
         for stage in plan.stages:
             _count_microbatches(plan, stage, budget, parallel=parallel, has_triton=has_triton)
@@ -176,6 +164,18 @@ def moe_layer(plan: Plan, card: Card, *, has_triton: bool = True) -> str:
     return f"{launches} operators; all but products: {moved.num_bytes / 1e9:.1f} GB, {moved.seconds * 1e3:.1f} ms"
 
 
+def slowest(config: Config, world_size: int, *, card: Card, has_triton: bool = True) -> tuple[Plan, Budget]:
+    """The plan and budget of the rank with the most work, of one per kind of pipeline rank."""
+    kinds: dict[object, Plan] = {}
+    for rank in plan_run(config, world_size, rank=0).groups["pp"].ranks:
+        plan = plan_run(config, world_size, rank=rank)
+        specs = [stage.spec for stage in plan.stages]
+        kind = [(s.has_embedding, s.has_head, tuple(map(plan.shape.has_experts, s.layers))) for s in specs]
+        kinds.setdefault(tuple(kind), plan)
+    budgets = [(plan, budget_of(plan, card, has_triton=has_triton)) for plan in kinds.values()]
+    return max(budgets, key=lambda each: each[1].seconds)
+
+
 def _count_microbatches(
     plan: Plan, stage: StagePlan, budget: Budget, *, parallel: ModelParallel, has_triton: bool
 ) -> None:
@@ -185,7 +185,7 @@ def _count_microbatches(
     batch_size, length = config.train.micro_batch_size, config.data.seq_length
     tokens = torch.empty((batch_size, length), dtype=torch.int64, device="meta")
     batch = BatchContext(Batch(tokens, tokens, torch.empty(tokens.shape, device="meta"), None, None))
-    module = transformer.Stage(config.model, stage.spec, params=stage.params, parallel=parallel)
+    module = transformer.Stage(config.model, stage.spec, params=stage.params, parallel=parallel).to("meta")
     module.layer_functions = transform_blocks(module.layers.values(), config, recompute=parallel.recompute)
     hidden = None
     if not stage.spec.has_embedding:
@@ -316,21 +316,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--torch-forms", action="store_true", help="count torch's operators alone")
     parser.add_argument("--world-size", type=int, default=1)
     parser.add_argument("--moe-layer", action="store_true", help="count one layer of experts and microbatch alone")
-    parser.add_argument("--rank", type=int, default=0, help="the rank that is counted; the last one has the loss")
+    parser.add_argument("--rank", type=int, help="the rank that is counted; unset: one of the slowest stage")
     known, flags = parser.parse_known_args(arguments)
     if not any(flag.startswith("+config=") for flag in flags):
         flags = ["+config=llama1b", "--global-batch-size", str(2 * known.world_size), *flags]
     try:
-        plan = plan_run(load([*flags, "--mock-data"]).config, known.world_size, rank=known.rank)
+        config, card, has_triton = load([*flags, "--mock-data"]).config, CARDS[known.card], not known.torch_forms
+        plan = plan_run(config, known.world_size, rank=known.rank or 0)
     except NanotrainError as error:
         sys.exit(report(error))
     if known.moe_layer:
-        print(moe_layer(plan, CARDS[known.card], has_triton=not known.torch_forms))
+        print(moe_layer(plan, card, has_triton=has_triton))
         return
-    budget = budget_of(plan, CARDS[known.card], has_triton=not known.torch_forms)
+    if known.rank is None:
+        plan, budget = slowest(config, known.world_size, card=card, has_triton=has_triton)
+    else:
+        budget = budget_of(plan, card, has_triton=has_triton)
     train = plan.config.train
-    print(f"{known.card}, {known.world_size} ranks, {plan.num_microbatches} microbatches per step and rank,", end=" ")
-    print(f"{train.micro_batch_size} x {plan.config.data.seq_length} tokens each, {budget.dtype}\n")
+    print(
+        f"{known.card}, rank {plan.rank} of {known.world_size}, {plan.num_microbatches} microbatches per step,", end=" "
+    )
+    print(f"{train.micro_batch_size} x {config.data.seq_length} tokens each, {budget.dtype},", end=" ")
+    print(f"attention by {attention_kernel(plan, card)}\n")
     print(table(budget, plan))
 
 

@@ -22,7 +22,7 @@ def gpu() -> ModuleType:
         import gpu as module  # type: ignore[import-not-found]
 
         yield module
-        for name in ("gpu", "baselines", "model", "roofline", "throughput"):
+        for name in ("gpu", "baselines", "cards", "model", "roofline", "throughput"):
             if name not in known:
                 sys.modules.pop(name, None)
 

@@ -8,11 +8,14 @@ from types import ModuleType
 import pytest
 
 from nanotrain.attention.backends import installed_torch
+from nanotrain.config.config import Config
 from nanotrain.config.load import load
+from nanotrain.config.schema import with_values
 from nanotrain.spec.counts import flops_per_token, num_parameters
 from nanotrain.topology.groups import GroupSpec
 from nanotrain.train.plans.plan import Plan, plan_run
 from nanotrain.train.plans.traffic import sent_bytes
+from tests.planner.test_recipes import RECIPES
 
 LENGTH, MICRO = 32, 2
 SIZES = ["--num-layers=2", "--hidden-size=32", "--num-attention-heads=4", "--num-query-groups=2", "--vocab-size=384"]
@@ -183,6 +186,37 @@ def test_a_group_of_several_nodes_sends_over_the_network(roofline: ModuleType) -
     budget.send(GroupSpec("dp", (7, 8), 0), 50e9)
     assert budget.traffic["tp"].seconds == pytest.approx(1 / 9 / 0.75)
     assert budget.traffic["dp"].seconds == pytest.approx(1 / 0.75)
+
+
+def shortened(config: Config, world_size: int) -> Config:
+    """One layer per virtual stage, but what the first and last stage have on purpose, and few microbatches."""
+    parallel, moe = config.parallel, config.model.moe
+    pp = parallel.pipeline_model_parallel_size
+    ends = [parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers]
+    given = [number for number in ends if number]
+    num_layers = sum(given) + pp * parallel.num_virtual_stages_per_pipeline_rank - len(given)
+    batch = parallel.data_parallel_size(world_size) * pp * config.train.micro_batch_size
+    values = {"model.num_layers": num_layers, "train.global_batch_size": batch}
+    if moe is not None and "*" in moe.layer_freq:
+        values["model.moe.layer_freq"] = f"[0]*3+[1]*{num_layers - 3}"
+    return with_values(config, values)
+
+
+# the kernel of attention on a card of compute capability 9.0, by the shape of its heads
+KERNELS = {"deepseek_v3": "sdpa flash"}  # values that are narrower than keys
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_every_recipe_has_a_budget_of_its_slowest_stage(roofline: ModuleType, recipe: str) -> None:
+    world_size = RECIPES[recipe][-1]
+    config = shortened(load([f"+config={recipe}", "--mock-data"], to_train=False).config, world_size)
+    plan, budget = roofline.slowest(config, world_size, card=roofline.CARDS["H100"])
+    first = roofline.budget_of(plan_run(config, world_size, rank=0), roofline.CARDS["H100"])
+    assert budget.seconds >= first.seconds > 0
+    assert roofline.attention_kernel(plan, roofline.CARDS["H100"]) == KERNELS.get(recipe, "cudnn")
+    assert roofline.attention_kernel(plan, roofline.CARDS["A100"]) == "sdpa flash"
+    if recipe == "deepseek_v3":  # the dense layers of the first stage take less than experts
+        assert plan.rank >= 128 and any(map(plan.shape.has_experts, plan.stages[0].spec.layers))
 
 
 def test_the_program_prints_a_table(roofline: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
