@@ -130,7 +130,9 @@ def evaluate_tasks(
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=include_path)
+    manager = TaskManager(include_path=include_path, include_defaults=include_path is None)
+    if include_path is not None and not {*tasks} <= {*manager.all_subtasks}:
+        manager = TaskManager(include_path=include_path)  # seconds: lm-eval has thousands of files
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
         fix = "`lm-eval ls tasks` lists them; --include-path adds a folder"
