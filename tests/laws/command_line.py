@@ -1,8 +1,8 @@
 """Runs of the real command line, under torchrun or on the ranks of the test harness.
 
 arguments(folder, *more)            the command line of a tiny model on a small token file
-torchrun(line, n)                   the program as users start it: 14 s of CPU, nearly all of it imports
-ForkedRanks(line, n)                the same processes without torchrun, its imports done: 2 s; also of another program
+ForkedRanks(line, n)                the processes of the program, their imports done; also of another program
+train_under_torchrun(line)          the same under torchrun's agent: 2 s of CPU, torchrun itself takes 14 s for imports
 run_command_lines(ctx, *lines)      for run_ranks: the same code with the same arguments, 0.1 s per line
 steps_of, saved_tensors             the results: lines of metrics.jsonl, tensors of the newest checkpoint
 """
@@ -13,7 +13,6 @@ import io
 import json
 import os
 import runpy
-import subprocess
 import sys
 import threading
 import time
@@ -26,6 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from nanotrain.checkpoint.read import read_global_tensors
 from nanotrain.checkpoint.store import find_checkpoint, read_manifest
@@ -37,7 +38,7 @@ from nanotrain.train.fit import fit
 from nanotrain.train.inputs import open_inputs
 from nanotrain.train.open_run import open_run
 from nanotrain.train.plans.plan import plan_run
-from tests.harness import HANG_S, ROOT, forkserver
+from tests.harness import HANG_S, forkserver
 from tests.laws.megatron_file import write_tokens
 
 _LOADED: dict[tuple[int, tuple[str, ...]], Loaded] = {}
@@ -62,25 +63,22 @@ def random_tokens() -> np.ndarray:
     return np.random.default_rng(0).integers(0, VOCAB_SIZE, NUM_TOKENS).astype(np.uint16)
 
 
-def start_torchrun(
-    line: Sequence[str],
-    num_ranks: int = 2,
-    *,
-    program: Sequence[str] = ("-m", "nanotrain.train"),
-    options: Sequence[str] = (),
-) -> subprocess.Popen[str]:
-    """Start the program on several ranks, with standard output and standard error in one pipe."""
-    python = [sys.executable, "-W", "error::FutureWarning"]  # of an option that torchrun will not have
-    command = [*python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [*command, *options, *program, *line],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+def train_under_torchrun(line: Sequence[str], folder: Path) -> None:
+    """Train on two ranks, forked with their imports done, under torchrun's agent, which is this process.
+
+    Args:
+        line: arguments of the program.
+        folder: for the files of standard output and standard error, `std*.log` of ranks and `agent` of the agent.
+    """
+    folder.mkdir()
+    with (folder / "agent").open("w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    logs = DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL)
+    standalone = {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    config = LaunchConfig(
+        **standalone, nproc_per_node=2, start_method="forkserver", run_id="standalone", logs_specs=logs
     )
+    elastic_launch(config, entry.main)(line)
 
 
 @dataclass(frozen=True)
@@ -89,19 +87,6 @@ class Finished:
 
     exit_code: int
     output: str
-
-
-def wait_for(process: subprocess.Popen[str], *, timeout_s: float = HANG_S) -> Finished:
-    """Wait for the end of a program; after `timeout_s` end it and fail with its output."""
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun forwards it to its ranks, which a kill would leave behind
-        output, _ = process.communicate()
-        raise AssertionError(f"the program did not end within {timeout_s} s:\n{output}") from None
-    finally:
-        process.kill()
-    return Finished(process.returncode, output)
 
 
 class ForkedRanks:
