@@ -116,8 +116,8 @@ def weights_of(sharded: ShardedModule) -> dict[str, Tensor]:
         return {name: param.detach().clone() for name, param in sharded.module.named_parameters()}
 
 
-def train_and_save(context: ParallelContext, layout: str, folder: Path) -> dict[str, Tensor]:
-    sharded = shard(Model(), context, layout)
+def train_and_save(context: ParallelContext, model: nn.Module, layout: str, folder: Path) -> dict[str, Tensor]:
+    sharded = shard(model, context, layout)
     assert len(sharded.data_parallel.buckets) > 2
     train(sharded, context, range(STEPS))
     sharded.save(folder, step=STEPS)
@@ -145,7 +145,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, lis
     results = {}
     for layout, (ranks, _) in LAYOUTS.items():
         folder = tmp_path_factory.mktemp("sharded")
-        results[layout] = folder, run_ranks(ranks, train_and_save, layout, folder, threads=False, **options_of(layout))
+        arguments = (Model(), layout, folder)  # threads would draw its weights from one generator
+        results[layout] = folder, run_ranks(ranks, train_and_save, *arguments, shares=True, **options_of(layout))
     return results
 
 
@@ -164,7 +165,7 @@ def test_a_checkpoint_loads_in_another_strategy_and_number_of_ranks(saved: Any) 
     results = []
     for layout in ("optim", "two instances"):
         for loaded, updated in run_ranks(
-            LAYOUTS[layout][0], load_and_train, layout, checkpoint, threads=False, **options_of(layout)
+            LAYOUTS[layout][0], load_and_train, layout, checkpoint, shares=True, **options_of(layout)
         ):
             assert all(torch.equal(loaded[name], value) for name, value in by_rank[0].items())
             results.append(updated)

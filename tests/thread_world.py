@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -242,6 +243,22 @@ def _in_turn(choose: Callable[..., Any]) -> Callable[..., Any]:
     return chosen
 
 
+@cache
+def _prepare_process() -> None:
+    """Make one per thread what torch has one of per process."""
+    dist.distributed_c10d._world = ThreadLocalWorld()  # type: ignore[assignment]
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # names of groups
+    nn.attention.sdpa_kernel = _in_turn(nn.attention.sdpa_kernel)
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+
+
+def _create(options: Any, _: Any) -> ThreadGroup:
+    return ThreadGroup(_thread.world, options.group_id, rank=options.group_rank, size=options.group_size)
+
+
+_thread = threading.local()  # its world
+
+
 def run_in_threads(num_ranks: int, function: Callable[[int], Any]) -> list[Any]:
     """Call `function(rank)` on a thread per rank, each in a default process group of all; its results by rank.
 
@@ -252,16 +269,10 @@ def run_in_threads(num_ranks: int, function: Callable[[int], Any]) -> list[Any]:
         function: returns its result, and whether this rank is sound; when it is not, all others are ended.
     """
     world, store, replies = World(), dist.HashStore(), [None] * num_ranks
-    dist.distributed_c10d._world = ThreadLocalWorld()  # type: ignore[assignment]
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # names of groups too are one table per thread
-
-    def create(options: Any, _: Any) -> ThreadGroup:
-        return ThreadGroup(world, options.group_id, rank=options.group_rank, size=options.group_size)
-
-    nn.attention.sdpa_kernel = _in_turn(nn.attention.sdpa_kernel)
-    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
+    _prepare_process()
 
     def run(rank: int) -> None:
+        _thread.world = world
         dist.init_process_group(BACKEND, store=store, rank=rank, world_size=num_ranks)
         replies[rank], is_sound = function(rank)
         if not is_sound:

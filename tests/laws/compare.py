@@ -38,7 +38,7 @@ def assert_row_trains_as_one_rank(
     parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | options
     train = {"micro_batch_size": micro_batch_size(num_ranks, sizes)}
     case = Case(STEPS).but(train=train, optim=OPTIM, parallel=parallel, model=models[model], data=data or {})
-    outcomes = run_ranks(num_ranks, train_here, case, **sizes)
+    outcomes = run_ranks(num_ranks, train_here, case, **sizes, shares=True)
     assert_alike(
         outcomes,
         _single_rank(json.dumps((models[model], data or {}))),
@@ -52,7 +52,7 @@ def _single_rank(fields: str) -> list[Outcome]:
     """One rank's outcome; the fields of model and data are JSON, as the key of the cache."""
     model, data = json.loads(fields)
     case = Case(STEPS).but(train={"micro_batch_size": GLOBAL_BATCH}, optim=OPTIM, model=model, data=data)
-    return run_ranks(1, train_here, case)
+    return run_ranks(1, train_here, case, shares=True)
 
 
 def assert_alike(

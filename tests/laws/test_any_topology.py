@@ -141,7 +141,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
     checkpoints = {}
     for name, (ranks, sizes, _) in TOPOLOGIES.items():
         folder = tmp_path_factory.mktemp("saved")
-        results = run_ranks(ranks, save, case_of(name), folder, **sizes)
+        results = run_ranks(ranks, save, case_of(name), folder, **sizes, shares=True)
         state = global_tensors(state for state, _, _ in results)
         checkpoints[name] = Saved(folder, state, *results[0][1:])
         assert not any(tensor.isnan().any() for tensor in state.values())
@@ -156,7 +156,7 @@ def test_any_topology_loads_what_any_other_saved(saved: dict[str, Saved], topolo
     number = names.index(topology)
     trained = [topology, names[number - 1], names[number - 3]]
     folders = {name: one.folder for name, one in saved.items()}
-    by_rank = run_ranks(ranks, load, case_of(topology), folders, trained, **sizes)
+    by_rank = run_ranks(ranks, load, case_of(topology), folders, trained, **sizes, shares=True)
     for (writer, checkpoint), results in zip(saved.items(), zip(*by_rank, strict=True), strict=True):
         tensors = global_tensors(state for state, _, _ in results)
         assert tensors.keys() == checkpoint.tensors.keys()
@@ -172,7 +172,7 @@ def test_any_topology_loads_what_any_other_saved(saved: dict[str, Saved], topolo
 
 def test_another_batch_size_continues_the_same_learning_rate_schedule(tmp_path: Path) -> None:
     case = case_of("one").but(train={"global_batch_size": 12}, optim={"lr_warmup_iters": 2, "lr_decay_iters": 4})
-    run_ranks(1, save, case, tmp_path)
+    run_ranks(1, save, case, tmp_path, shares=True)
     smaller = case.but(train={"global_batch_size": 6})
-    before, after = (run_ranks(1, learning_rates, one, tmp_path)[0] for one in (case, smaller))
+    before, after = (run_ranks(1, learning_rates, one, tmp_path, shares=True)[0] for one in (case, smaller))
     assert before == after and len(set(before)) > 5

@@ -49,10 +49,10 @@ def test_load_balancing_losses_are_those_of_one_rank(
     reference: int,
 ) -> None:
     case = Case(STEPS).but(model=EXPERTS | losses, optim=OPTIM, train={"micro_batch_size": reference})
-    single = run_ranks(1, train_here, case.but(model=GLOBAL) if losses is DIVIDED else case)  # by 2 ranks
+    single = run_ranks(1, train_here, case.but(model=GLOBAL) if losses is DIVIDED else case, shares=True)  # by 2 ranks
     parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | options
     case = case.but(train={"micro_batch_size": micro_batch}, parallel=parallel)
-    outcomes = run_ranks(num_ranks, train_here, case, **sizes)
+    outcomes = run_ranks(num_ranks, train_here, case, **sizes, shares=True)
     assert_alike(outcomes, single, row=f"{losses} {sizes}", lr=OPTIM["lr"])
 
 
@@ -81,7 +81,7 @@ def test_no_gradient_depends_on_the_loss_scale() -> None:
     train = {"micro_batch_size": 3, "log_norms_by_group": True}
     case = Case(1).but(model=EXPERTS | SCALED, optim=OPTIM | {"clip_grad": 0.0}, train=train)
     cases = [case.but(precision=precision) for precision in PRECISIONS.values()]
-    (((expected, numbers), *others),) = run_ranks(1, gradients, cases)
+    (((expected, numbers), *others),) = run_ranks(1, gradients, cases, shares=True)
     for grads, found in others:
         assert found == pytest.approx(numbers, rel=1e-2)
         for name, grad in expected.items():

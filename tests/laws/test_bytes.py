@@ -81,7 +81,7 @@ def test_resident_and_sent_bytes_are_planned_and_the_closed_form(strategy: str, 
         precision={"params_dtype": dtype},
         model={"untie_embeddings_and_output_weights": True},
     )
-    for measured in run_ranks(d, measure, case, strategy=strategy):
+    for measured in run_ranks(d, measure, case, strategy=strategy, shares=True):
         elements = measured["elements"]
         form = Form(strategy, dtype, elements, d)
         assert measured["resident"] == measured["planned resident"] == form.resident
@@ -107,7 +107,7 @@ def test_bytes_of_optimizer_instances(strategy: str, ranks: int, ep: int, instan
         )
         for m, outer in variants
     ]
-    for by_case in run_ranks(ranks, measure_all, cases, **sizes):
+    for by_case in run_ranks(ranks, measure_all, cases, **sizes, shares=True):
         for measured, (m, outer) in zip(by_case, variants, strict=True):
             num_outer = instances if outer == "optim" else 1
             resident = moved = 0
@@ -142,7 +142,7 @@ def test_bytes_of_low_precision_gradients(strategy: str, instances: int) -> None
         )
         for m, main, options in variants
     ]
-    for by_case in run_ranks(4, measure_all, cases, **sizes):
+    for by_case in run_ranks(4, measure_all, cases, **sizes, shares=True):
         for measured, (m, main, options) in zip(by_case, variants, strict=True):
             num_outer = instances if "outer_dp_sharding_strategy" in options else 1
             form = Form(
@@ -170,7 +170,7 @@ def test_bytes_of_gradients_that_every_rank_gets_in_full() -> None:
         )
         for outer in ("no_shard", "optim")
     ]
-    for by_case in run_ranks(4, measure_all, cases, **sizes):
+    for by_case in run_ranks(4, measure_all, cases, **sizes, shares=True):
         for measured, params in zip(by_case, (4 / 2, 4 / 2 + 4 / 4), strict=True):
             assert measured["sent"] == measured["planned sent"] == measured["elements"] * (4 + 4 + params)
 
@@ -218,7 +218,7 @@ def test_a_tied_embedding_is_gathered_for_both_ends_of_the_model() -> None:
         parallel={"data_parallel_sharding_strategy": strategy, "overlap_param_gather": True},
         model={"position_embedding_type": "learned_absolute"},  # in the same unit, but not read by the head
     )
-    for measured in run_ranks(2, measure, case, strategy=strategy):
+    for measured in run_ranks(2, measure, case, strategy=strategy, shares=True):
         assert measured["sent"] == measured["planned sent"]
 
 
@@ -246,7 +246,7 @@ def test_gathers_of_recomputed_layers_are_planned(model: str) -> None:
         Case(steps=1).but(train=train, model=sizes, parallel=strategy | options, memory=memory)
         for memory, options in RECOMPUTED
     ]
-    for by_case in run_ranks(2, measure_all, cases, strategy="optim_grads_params"):
+    for by_case in run_ranks(2, measure_all, cases, strategy="optim_grads_params", shares=True):
         for measured, (memory, options) in zip(by_case, RECOMPUTED, strict=True):
             assert measured["sent"] == measured["planned sent"], (memory, options)
             if model == "untied" and "recompute_num_layers" not in memory:

@@ -66,6 +66,6 @@ def case_of(model: dict[str, Any]) -> Case:
 
 
 def test_gradients_are_the_derivatives_of_the_reported_losses() -> None:
-    (found,) = run_ranks(1, compare, {name: case_of(MODELS[name]) for name in FEATURES})
+    (found,) = run_ranks(1, compare, {name: case_of(MODELS[name]) for name in FEATURES}, shares=True)
     for name, (num_groups, change) in found.items():
         assert change == pytest.approx(num_groups, rel=3e-3), name

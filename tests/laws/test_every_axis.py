@@ -198,7 +198,7 @@ LAYOUTS = [
 @cache
 def single_rank(model: str, num_layers: int, steps: int) -> list[Outcome]:
     case = Case(steps).but(train={"micro_batch_size": GLOBAL_BATCH}, optim=OPTIM, model=shape_of(model, num_layers))
-    return run_ranks(1, train_here, case)
+    return run_ranks(1, train_here, case, shares=True)
 
 
 def shape_of(model: str, num_layers: int) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def test_a_layout_trains_as_one_rank_does(layout: Layout) -> None:
         parallel=parallel,
         model=shape_of(layout.model, layout.num_layers),
     )
-    outcomes = run_ranks(layout.ranks, train_here, case, **short)
+    outcomes = run_ranks(layout.ranks, train_here, case, **short, shares=True)
     reference = single_rank(layout.model, layout.num_layers, layout.steps)
     assert_alike(outcomes, reference, row=str(layout), lr=OPTIM["lr"])
 
@@ -241,7 +241,7 @@ def test_overlap_changes_no_bit_in_a_product_of_axes(strategy: str, axis: str) -
     parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | SP
     train = {"micro_batch_size": 2 if axis == "pp" else 1, "global_batch_size": 8}  # two microbatches
     plain = Case(2).but(train=train, parallel=parallel, model=shape_of("experts", 2))
-    outcomes = [run_ranks(8, train_here, case, **sizes) for case in (plain, plain.but(parallel=OVERLAP))]
+    outcomes = [run_ranks(8, train_here, case, **sizes, shares=True) for case in (plain, plain.but(parallel=OVERLAP))]
     assert outcomes[0][0].losses == outcomes[1][0].losses
     for one, other in zip(*outcomes, strict=True):
         assert all(torch.equal(one.weights[box], other.weights[box]) for box in one.weights)

@@ -63,20 +63,20 @@ def train(ctx: ParallelContext, cases: list[Case]) -> list[Trained]:
 @cache
 def on_one_rank(overrides: str) -> Trained:
     """One rank's; the overrides are JSON, as the key of the cache."""
-    ((trained,),) = run_ranks(1, train, [Case(2, json.loads(overrides))])
+    ((trained,),) = run_ranks(1, train, [Case(2, json.loads(overrides))], shares=True)
     return trained
 
 
 @pytest.mark.all_pairs
 def test_a_row_trains_as_its_twins_do(row: Row) -> None:
-    trained = run_ranks(row.num_ranks, train, [row.case, row.quiet.case], **row.sizes)
+    trained = run_ranks(row.num_ranks, train, [row.case, row.quiet.case], **row.sizes, shares=True)
     outcomes = [first[1] for first, _ in trained]
     for outcome, (_, (_, quiet)) in zip(outcomes, trained, strict=True):
         assert outcome.losses == quiet.losses and outcome.grad_norms == quiet.grad_norms, f"{row}\nquiet"
         assert_same_bits(outcome, quiet, f"{row}\nquiet")
     if row.sums_as_plain:
         for outcome, ((_, plain),) in zip(
-            outcomes, run_ranks(row.num_ranks, train, [row.plain.case], **row.plain.sizes), strict=True
+            outcomes, run_ranks(row.num_ranks, train, [row.plain.case], **row.plain.sizes, shares=True), strict=True
         ):
             assert outcome.losses == plain.losses, f"{row}\nplain"
             assert_same_bits(outcome, plain, f"{row}\nplain")

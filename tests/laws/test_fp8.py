@@ -105,14 +105,16 @@ def train_fp8(ctx: ParallelContext, case: Case) -> Trained:
 
 @cache
 def on_one_rank(recipe: str, model: str) -> Trained:
-    (trained,) = run_ranks(1, train_fp8, case_of(Row(recipe, model, 1, "no_shard")))
+    (trained,) = run_ranks(1, train_fp8, case_of(Row(recipe, model, 1, "no_shard")), shares=True)
     return trained
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_layout_has_the_scales_of_one_rank(row: Row) -> None:
     expected = on_one_rank(row.recipe, row.model)
-    replies = run_ranks(row.ranks, train_fp8, case_of(row), strategy=row.strategy, **row.sizes, **row.options)
+    replies = run_ranks(
+        row.ranks, train_fp8, case_of(row), strategy=row.strategy, **row.sizes, **row.options, shares=True
+    )
     for found in replies:
         assert found.losses == replies[0].losses and found.grad_norms == replies[0].grad_norms
     first = replies[0]
@@ -147,10 +149,12 @@ def save_and_load(ctx: ParallelContext, case: Case, folder: Path, checkpoint: Pa
 def test_any_layout_loads_the_history_of_any_other(tmp_path: Path) -> None:
     """Law L4."""
     row = Row("delayed", "experts", 2, "optim", {"tp": 2, "etp": 1, "ep": 2}, SP)
-    saved = run_ranks(2, save_and_load, case_of(row), tmp_path, None, strategy="optim", **row.sizes, **row.options)[0]
+    saved = run_ranks(
+        2, save_and_load, case_of(row), tmp_path, None, strategy="optim", **row.sizes, **row.options, shares=True
+    )[0]
     (checkpoint,) = (tmp_path / "checkpoints").glob("step-*")
     other = Row("delayed", "experts", 2, "no_shard", {"pp": 2})
-    loaded = run_ranks(2, save_and_load, case_of(other), tmp_path, checkpoint, pp=2)
+    loaded = run_ranks(2, save_and_load, case_of(other), tmp_path, checkpoint, pp=2, shares=True)
     assert len(loaded[0].keys() & loaded[1].keys()) == 0
     merged = loaded[0] | loaded[1]
     assert merged.keys() == saved.keys()
@@ -229,7 +233,7 @@ def test_a_gather_of_fp8_weights_changes_no_bit_and_sends_half(row: Row, tmp_pat
     plain = case_of(row).but(model=untied, optim={"clip_grad": 0.0}, precision=formats)
     cases = [plain, plain.but(precision={"fp8_param_gather": True})]
     options = {"strategy": row.strategy} | row.sizes | row.options
-    for without, fp8 in run_ranks(row.ranks, train_gathered, cases, tmp_path, threads=True, **options):
+    for without, fp8 in run_ranks(row.ranks, train_gathered, cases, tmp_path, **options, shares=True):
         assert fp8.losses == without.losses and fp8.resumed == without.resumed
         assert fp8.norms == pytest.approx(without.norms, rel=1e-6)
         assert all(torch.equal(fp8.weights[box], weight) for box, weight in without.weights.items())

@@ -227,7 +227,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     """Checkpoints of one rank and what it computes."""
     folder = tmp_path_factory.mktemp("one-rank")
     single = Layout(1, {}, {}, models=tuple(MODELS))
-    return folder, run_ranks(1, train_in_every_way, single, folder, None)[0]
+    return folder, run_ranks(1, train_in_every_way, single, folder, None, shares=True)[0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.num_ranks} {layout.sizes} {layout.options}")
@@ -235,14 +235,14 @@ def test_a_layout_keeps_the_laws_with_every_feature(
     layout: Layout, one_rank: tuple[Path, dict[str, Trained]], tmp_path: Path
 ) -> None:
     folder, single = one_rank
-    by_rank = run_ranks(layout.num_ranks, train_in_every_way, layout, tmp_path, folder, **layout.sizes)
+    by_rank = run_ranks(layout.num_ranks, train_in_every_way, layout, tmp_path, folder, **layout.sizes, shares=True)
     assert_equal_to_one_rank(by_rank, single, layout)
     for name in layout.models:
         saved = global_tensors(ranks[name].saved for ranks in by_rank)
         stored = dict(read_global_tensors(tmp_path / name / SAVED, saved))
         assert_same_named(stored, saved, f"{name}: the checkpoint of {layout}")
     if layout.num_ranks == 4:
-        (losses,) = run_ranks(1, losses_after_load, Layout(1, {}, {}, models=layout.models), tmp_path)
+        (losses,) = run_ranks(1, losses_after_load, Layout(1, {}, {}, models=layout.models), tmp_path, shares=True)
         for name in layout.models:
             assert losses[name] == pytest.approx(by_rank[0][name].outcome.losses[1], rel=LOSS_TOLERANCE), name
 

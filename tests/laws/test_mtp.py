@@ -55,7 +55,7 @@ def test_gathers_of_multi_token_prediction_are_planned() -> None:
         Case(steps=1).but(train=train, model=models[model], parallel=strategy | options, memory=memory)
         for model, options, memory in GATHERED
     ]
-    for by_case in run_ranks(2, measure_all, cases, threads=True, strategy="optim_grads_params"):
+    for by_case in run_ranks(2, measure_all, cases, strategy="optim_grads_params", shares=True):
         for measured, row in zip(by_case, GATHERED, strict=True):
             assert "fsdp_double_buffer" in row[1] or measured["resident"] == measured["planned resident"], row
             assert measured["sent"] == measured["planned sent"], row

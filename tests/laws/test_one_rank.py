@@ -1,6 +1,6 @@
 """Law L1 for data parallelism: any number of ranks trains as one rank does. Law L7: overlap changes no value.
 
-Two and three ranks are processes over gloo.
+Two ranks are processes over gloo.
 """
 
 from typing import Any
@@ -20,14 +20,14 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 @pytest.fixture(scope="module")
 def one_rank() -> list[Outcome]:
-    return run_ranks(1, train_here, Case(STEPS).but(train={"micro_batch_size": GLOBAL_BATCH}))
+    return run_ranks(1, train_here, Case(STEPS).but(train={"micro_batch_size": GLOBAL_BATCH}), shares=True)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dp", LAYOUTS)
 def test_every_layout_trains_as_one_rank_does(one_rank: list[Outcome], dp: int, strategy: str) -> None:
     cases = [case_of(strategy, micro_batch, overlap=on) for micro_batch in LAYOUTS[dp] for on in (False, True)]
-    by_rank = run_ranks(dp, train_cases, cases, threads=dp == 4, strategy=strategy)
+    by_rank = run_ranks(dp, train_cases, cases, threads=dp != 2, shares=dp != 2, strategy=strategy)
     for number, case in enumerate(cases):
         outcomes = [results[number] for results in by_rank]
         assert_alike(outcomes, one_rank, row=f"dp {dp}, {strategy}, {case.overrides}", lr=LR)
@@ -44,8 +44,8 @@ def test_sizes_without_common_divisors_train_as_one_rank_does() -> None:
         single.but(train={"micro_batch_size": 1}, parallel={"data_parallel_sharding_strategy": strategy})
         for strategy in STRATEGIES
     ]
-    reference = run_ranks(1, train_here, single)[0]
-    for strategy, outcome in zip(STRATEGIES, run_ranks(5, train_layouts, five)[0], strict=True):
+    reference = run_ranks(1, train_here, single, shares=True)[0]
+    for strategy, outcome in zip(STRATEGIES, run_ranks(5, train_layouts, five, shares=True)[0], strict=True):
         assert outcome.losses == pytest.approx(reference.losses, rel=1e-5), strategy
         assert outcome.grad_norms == pytest.approx(reference.grad_norms, rel=1e-5), strategy
 
@@ -53,8 +53,8 @@ def test_sizes_without_common_divisors_train_as_one_rank_does() -> None:
 def test_bf16_parameters_train_alike_on_two_ranks_and_one() -> None:
     single = Case(STEPS).but(train={"micro_batch_size": 6}, precision={"params_dtype": "bf16"})
     cases = [single.but(parallel={"data_parallel_sharding_strategy": strategy}) for strategy in STRATEGIES]
-    reference = run_ranks(1, train_here, single)[0]
-    for strategy, outcome in zip(STRATEGIES, run_ranks(2, train_layouts, cases)[0], strict=True):
+    reference = run_ranks(1, train_here, single, shares=True)[0]
+    for strategy, outcome in zip(STRATEGIES, run_ranks(2, train_layouts, cases, shares=True)[0], strict=True):
         # Microbatches are the same, so forward and backward round alike; only the order of fp32 sums differs.
         assert outcome.losses == pytest.approx(reference.losses, rel=1e-3), strategy
         assert outcome.grad_norms == pytest.approx(reference.grad_norms, rel=1e-2), strategy
@@ -63,7 +63,7 @@ def test_bf16_parameters_train_alike_on_two_ranks_and_one() -> None:
 def test_the_comparison_fails_for_a_learning_rate_one_percent_off(one_rank: list[Outcome]) -> None:
     other = Case(STEPS).but(train={"micro_batch_size": GLOBAL_BATCH}, optim={"lr": 1.01 * LR})
     with pytest.raises(AssertionError):
-        assert_alike(run_ranks(1, train_here, other), one_rank, row="lr", lr=LR)
+        assert_alike(run_ranks(1, train_here, other, shares=True), one_rank, row="lr", lr=LR)
 
 
 def case_of(strategy: str, micro_batch: int, *, overlap: bool) -> Case:

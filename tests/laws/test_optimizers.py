@@ -97,7 +97,7 @@ def test_bytes_of_state_and_of_matrices_are_the_planned(strategy: str) -> None:
     sizes = {"tp": 2, "strategy": strategy}
     parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()}
     cases = [Case(1).but(parallel=parallel, train={"micro_batch_size": 6}, **each) for each in BYTES.values()]
-    for results in run_ranks(4, bytes_of, cases, **sizes):
+    for results in run_ranks(4, bytes_of, cases, **sizes, shares=True):
         for name, (allocated, planned, sent, planned_sent) in zip(BYTES, results, strict=True):
             assert allocated == planned, name
             assert sent == planned_sent, name
@@ -107,7 +107,7 @@ def test_bytes_of_state_and_of_matrices_are_the_planned(strategy: str) -> None:
 
 @cache
 def single_rank(rule: str, model: str) -> list[Outcome]:
-    return run_ranks(1, train_here, case_of(rule, model).but(train={"micro_batch_size": GLOBAL_BATCH}))
+    return run_ranks(1, train_here, case_of(rule, model).but(train={"micro_batch_size": GLOBAL_BATCH}), shares=True)
 
 
 @pytest.mark.parametrize(("rule", "model", "num_ranks", "sizes", "options"), ROWS, ids=str)
@@ -115,5 +115,5 @@ def test_a_layout_trains_as_one_rank_does(rule: str, model: str, num_ranks: int,
     parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | options
     micro_batch = 1 if num_ranks == 8 else 3
     case = case_of(rule, model).but(parallel=parallel, train={"micro_batch_size": micro_batch})
-    outcomes = run_ranks(num_ranks, train_here, case, **sizes)
+    outcomes = run_ranks(num_ranks, train_here, case, **sizes, shares=True)
     assert_alike(outcomes, single_rank(rule, model), row=f"{rule} {model} {num_ranks} ranks {sizes}", lr=LR)

@@ -31,8 +31,8 @@ def case_of(model: str, clip: dict[str, Any]) -> Case:
 @cache
 def single_rank(model: str) -> list[Outcome]:
     one = {"micro_batch_size": GLOBAL_BATCH}
-    outcomes = run_ranks(1, train_here, case_of(model, CLIP).but(train=one))
-    plain = assemble(run_ranks(1, train_here, case_of(model, {}).but(train=one)))
+    outcomes = run_ranks(1, train_here, case_of(model, CLIP).but(train=one), shares=True)
+    plain = assemble(run_ranks(1, train_here, case_of(model, {}).but(train=one), shares=True))
     clipped = assemble(outcomes)
     ratios = {name: clipped[name].norm() / plain[name].norm() for name in clipped if ".attention." in name}
     for name in ("query.weight", "kv_up.weight" if model == "mla" else "key.weight"):
@@ -44,5 +44,5 @@ def single_rank(model: str) -> list[Outcome]:
 def test_heads_are_clipped_as_on_one_rank(model: str, num_ranks: int, sizes: Any, options: Any) -> None:
     parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | options
     case = case_of(model, CLIP).but(parallel=parallel, train={"micro_batch_size": 3})
-    outcomes = run_ranks(num_ranks, train_here, case, **sizes)
+    outcomes = run_ranks(num_ranks, train_here, case, **sizes, shares=True)
     assert_alike(outcomes, single_rank(model), row=f"{model} {num_ranks} ranks {sizes}", lr=LR)

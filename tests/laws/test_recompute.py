@@ -68,7 +68,7 @@ def test_recomputation_changes_no_bit(
         precision={"params_dtype": "bf16" if fp8 else dtype} | fp8,
     )
     cases = [plain, *(plain.but(memory=SETTINGS[name]) for name in settings)]
-    for kept, *recomputed in run_ranks(num_ranks, train_cases, cases, **sizes):
+    for kept, *recomputed in run_ranks(num_ranks, train_cases, cases, **sizes, shares=True):
         for name, outcome in zip(settings, recomputed, strict=True):
             assert outcome.losses == kept.losses and outcome.grad_norms == kept.grad_norms, name
             assert outcome.mtp_losses == kept.mtp_losses, name

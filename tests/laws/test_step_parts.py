@@ -108,4 +108,4 @@ def total(norms: dict[str, float]) -> float:
 
 
 def test_every_part_has_its_closed_form_beside_all_others() -> None:
-    run_ranks(1, train)
+    run_ranks(1, train, shares=True)

@@ -41,7 +41,7 @@ def case_of(options: dict[str, Any]) -> Case:
 
 @pytest.fixture(scope="module")
 def single() -> list[Outcome]:
-    return run_ranks(1, train_here, case_of({}))
+    return run_ranks(1, train_here, case_of({}), shares=True)
 
 
 @pytest.mark.parametrize(("num_ranks", "sizes", "options"), ROWS, ids=str)
@@ -49,7 +49,7 @@ def test_padded_microbatches_of_experts_change_nothing(
     single: list[Outcome], num_ranks: int, sizes: dict[str, Any], options: dict[str, Any]
 ) -> None:
     parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | options
-    outcomes = run_ranks(num_ranks, train_here, case_of(parallel), **sizes)
+    outcomes = run_ranks(num_ranks, train_here, case_of(parallel), **sizes, shares=True)
     num_padded = -GLOBAL_BATCH % (3 * MICRO_BATCH)
     assert num_padded == 6
     assert_alike(outcomes, single, row=f"{sizes}", lr=OPTIM["lr"], num_padded=num_padded)

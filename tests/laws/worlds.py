@@ -5,6 +5,7 @@
 
 import json
 import math
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -36,6 +37,7 @@ MODEL = ModelConfig(
 GLOBAL_BATCH, LR = 12, 1e-2
 # Several buckets, none of them a multiple of any rank count used here.
 BUCKET_SIZE = 9000
+_PLANNING = threading.Lock()  # ranks that are threads read the configuration of a case once
 NOT_WRITTEN = Path("/dev/null/run")  # the folder of runs that save nothing
 
 
@@ -139,7 +141,9 @@ def _config_of(overrides: str, steps: int) -> Config:
 
 def build_here(ctx: ParallelContext, case: Case, *, checkpoint: Path | None = None, folder: Path | None = None) -> Run:
     """Build the case's run on this rank."""
-    plan = _plan_of(json.dumps(case.overrides, sort_keys=True), case.steps, ctx.topology.world_size, ctx.rank)
+    key = json.dumps(case.overrides, sort_keys=True)
+    with _PLANNING:
+        plan = _plan_of(key, case.steps, ctx.topology.world_size, ctx.rank)
     samples = UnevenDataset(has_documents=plan.config.data.reset_attention_mask)
     inputs = RunInputs(
         RunFolder(folder or NOT_WRITTEN),

@@ -97,7 +97,9 @@ def assembled(states: list[dict]) -> State:
 @pytest.mark.parametrize("params", [FP32, BF16, FP16])
 @pytest.mark.parametrize(("num_ranks", "instances"), [(2, 1), (4, 2)])
 def test_exact_sums_are_the_same_in_every_precision_and_form(params, num_ranks, instances):
-    by_rank = run_ranks(num_ranks, variants_on_rank, params, instances, strategy="optim", instances=instances)
+    by_rank = run_ranks(
+        num_ranks, variants_on_rank, params, instances, strategy="optim", instances=instances, shares=True
+    )
     reference = None
     for key in by_rank[0]:
         grads, state = (assembled([results[key][part] for results in by_rank]) for part in (0, 1))

@@ -136,7 +136,7 @@ def test_no_more_than_two_units_are_gathered(schedule: str | None, overlap: bool
     pp = 1 if schedule is None else 2
     pipeline = {"pipeline_schedule": schedule} if schedule else {}
     case = case_of(overlap=overlap, num_layers=8).but(parallel={"pipeline_model_parallel_size": pp} | pipeline)
-    for measured in run_ranks(2 * pp, gathered_bytes, case, strategy=STRATEGY, pp=pp):
+    for measured in run_ranks(2 * pp, gathered_bytes, case, strategy=STRATEGY, pp=pp, shares=True):
         assert 0 < measured["peak"] <= measured["units"]
         assert measured["params"] == measured["full"] // 2
         assert measured["peak"] + measured["params"] < measured["full"]
@@ -145,8 +145,12 @@ def test_no_more_than_two_units_are_gathered(schedule: str | None, overlap: bool
 @pytest.mark.parametrize("model", [{}, EXPERTS, {"untie_embeddings_and_output_weights": True}], ids=str)
 def test_weights_are_those_of_optim_grads_to_the_bit(model: dict[str, Any]) -> None:
     cases = [case_of(overlap=overlap, **model).but(parallel=options) for overlap, options in OPTIONS]
-    reference = run_ranks(2, train_here, case_of("optim_grads", overlap=False, **model), strategy="optim_grads")
-    for expected, outcomes in zip(reference, run_ranks(2, train_cases, cases, strategy=STRATEGY), strict=True):
+    reference = run_ranks(
+        2, train_here, case_of("optim_grads", overlap=False, **model), strategy="optim_grads", shares=True
+    )
+    for expected, outcomes in zip(
+        reference, run_ranks(2, train_cases, cases, strategy=STRATEGY, shares=True), strict=True
+    ):
         for case, actual in zip(cases, outcomes, strict=True):
             assert expected.losses == actual.losses, case
             assert all(torch.equal(expected.weights[box], actual.weights[box]) for box in expected.weights), case
@@ -157,11 +161,15 @@ def test_units_are_gathered_again_where_a_backward_recomputes_several_layers() -
     model = {"num_layers": 6}
     chunks = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3}
     cases = [case_of(overlap=on, **model).but(parallel=options, memory=chunks) for on, options in OPTIONS]
-    reference = run_ranks(2, train_here, case_of("optim_grads", overlap=False, **model), strategy="optim_grads")
-    for expected, outcomes in zip(reference, run_ranks(2, train_cases, cases, strategy=STRATEGY), strict=True):
+    reference = run_ranks(
+        2, train_here, case_of("optim_grads", overlap=False, **model), strategy="optim_grads", shares=True
+    )
+    for expected, outcomes in zip(
+        reference, run_ranks(2, train_cases, cases, strategy=STRATEGY, shares=True), strict=True
+    ):
         for case, actual in zip(cases, outcomes, strict=True):
             assert all(torch.equal(expected.weights[box], actual.weights[box]) for box in expected.weights), case
-    for (row,) in run_ranks(2, measure_options, cases[:1], strategy=STRATEGY):
+    for (row,) in run_ranks(2, measure_options, cases[:1], strategy=STRATEGY, shares=True):
         assert 0 < row["peak"] <= row["units"]
 
 
@@ -184,7 +192,7 @@ def test_options_of_gathers_change_planned_memory_and_traffic_and_no_bit(pp: int
             )
             for overlap, options in OPTIONS
         ]
-        for measured in run_ranks(2 * pp, measure_options, cases, strategy=STRATEGY, pp=pp):
+        for measured in run_ranks(2 * pp, measure_options, cases, strategy=STRATEGY, pp=pp, shares=True):
             for case, row in zip(cases, measured, strict=True):
                 assert row["sent"] == row["planned sent"], case
                 assert row["weights"] == measured[0]["weights"] and row["loss"] == measured[0]["loss"], case
@@ -221,7 +229,7 @@ def measure_options(ctx: ParallelContext, cases: list[Case]) -> list[dict[str, A
     return rows
 
 
-@ranks(2, strategy=STRATEGY)
+@ranks(2, strategy=STRATEGY, shares=True)
 def test_evaluation_leaves_nothing_gathered_and_a_gathered_model_communicates_nothing(ctx: ParallelContext) -> None:
     run = build_here(ctx, case_of())
     batch = run.batch_iterator.next()
@@ -245,7 +253,7 @@ def test_evaluation_leaves_nothing_gathered_and_a_gathered_model_communicates_no
         assert torch.equal(evaluate(), loss), "gathered again after an error inside"
 
 
-@ranks(2, strategy=STRATEGY)
+@ranks(2, strategy=STRATEGY, shares=True)
 def test_a_forward_without_a_backward_leaves_nothing_gathered_in_the_next_step(ctx: ParallelContext) -> None:
     """Units that stay gathered for their backward would hold the weights of before the update."""
     run = build_here(ctx, case_of().but(parallel={"reshard_after_forward": False}))
