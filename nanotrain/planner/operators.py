@@ -4,8 +4,7 @@
     Streams   a clock on which parts compute and communicate
     Layers    the parts of every layer of a scenario
 
-Forward runs the parts of a layer in order, backward in reverse. A collective is waited for where its result is needed;
-what other operators do not hide is exposed.
+Forward runs parts in order, backward in reverse. What other operators do not hide of a collective is exposed.
 """
 
 from collections import defaultdict
@@ -30,6 +29,7 @@ from nanotrain.planner.scenario import Scenario
 GRAPH_LAUNCHES = 0.1  # launches that are left with CUDA graphs, which cannot hold the dispatch to experts
 ROUTER_LAUNCHES = 20  # scores, top k, losses, counts and their sums
 ROUTER_BYTES = 40  # per token and expert, forward: scores, probabilities and losses in fp32
+UNALIGNED_SHARE = 0.026  # of the peak, with rows of no multiple of 16 bytes: heads of 108 against 216 (bigscience)
 MATH_BYTES = (13, 22)  # per attention score that is written out, forward and backward: products, mask, softmax, dropout
 
 
@@ -171,8 +171,8 @@ class Layers:
         """Query, key and value, rotary positions, core attention, output."""
         shape, groups = self.shape, max(1, self.shape.query_groups // self.tp)
         heads = shape.num_heads // self.tp
-        outputs = (heads + 2 * groups) * shape.head_dim
-        parts = self.linear("qkv", (self.tokens, outputs, shape.hidden_size), mode="column")
+        size = self.tokens, (heads + 2 * groups) * shape.head_dim, shape.hidden_size
+        parts = self.linear("qkv", size, mode="column")
         rotated = self.tokens * (heads + groups) * shape.head_dim * self.itemsize
         passes = 2 if self.engine.fused else 6
         if self.config.model.has_rope:
@@ -243,10 +243,11 @@ class Layers:
     def _math_attention(self, call: AttentionShape) -> tuple[float, float]:
         """Attention that writes its scores out; forward and backward."""
         batch = call.batch * call.heads
-        square = (call.queries, call.keys, call.head_dim)
-        product = matmul_s(self.gpu, square, dtype=self.dtype, num=batch)
-        product += matmul_s(self.gpu, (call.queries, call.head_dim, call.keys), dtype=self.dtype, num=batch)
+        shapes = (call.queries, call.keys, call.head_dim), (call.queries, call.head_dim, call.keys)
+        product = sum(matmul_s(self.gpu, shape, dtype=self.dtype, num=batch) for shape in shapes)
         scores = batch * call.queries * call.keys
+        if call.head_dim * self.itemsize % 16:
+            product = max(product, 4.0 * scores * call.head_dim / (UNALIGNED_SHARE * self.gpu.peak(self.dtype)))
         forward, backward = (memory_s(self.gpu, num_bytes * scores) for num_bytes in MATH_BYTES)
         return product + forward, 2 * product + backward
 

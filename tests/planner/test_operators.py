@@ -141,3 +141,12 @@ def test_layers_with_experts_take_as_long_as_measured() -> None:
             errors.append(abs(1e3 * each.seconds / float(row[name]) - 1))
     assert median(errors) < 0.08
     assert max(errors) < 0.18
+
+
+@pytest.mark.parametrize(("backend", "is_slow"), [("unfused", True), ("flash", False)])
+def test_heads_of_odd_widths_are_slow_where_scores_are_written_out(backend: str, is_slow: bool) -> None:
+    def seconds(head_dim: int) -> float:
+        layers = Layers(llama(8, kv_channels=head_dim, attention_backend=backend))
+        return next(part.forward for part in layers.block(0) if part.name == "core_attn")
+
+    assert (seconds(108) > 1.5 * seconds(112)) == is_slow
