@@ -23,7 +23,7 @@ from nanotrain.quantities import count_of, describe_bytes, table_lines
 from nanotrain.spec.boxes import Box
 from nanotrain.topology.groups import GroupName
 from nanotrain.topology.topology import Topology
-from nanotrain.train.plans.memory_plan import PROCESS_BYTES, plan_memory, train_schedule
+from nanotrain.train.plans.memory_plan import train_schedule
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.plans.traffic import sent_bytes
 
@@ -44,7 +44,6 @@ class DryRun:
     topology: Topology
     records: dict[int, RankRecord]  # by rank
     steps: dict[int, list[Call]]  # calls of a step with all microbatches, by rank
-    planned: dict[int, tuple[int, int]]  # bytes before the first step and at the peak, by rank
     faults: list[str]
 
     def text(self) -> str:
@@ -53,6 +52,7 @@ class DryRun:
         sizes = [f"{axis} {size(axis)}" for axis in AXES[: 6 if has_experts else 4] if size(axis) > 1]
         number = num_microbatches(self.config.train, size("dp"))
         run = max((record.plan.num_microbatches for record in self.records.values()), default=0)
+        largest = nlargest(MAX_ROWS, self.records.values(), key=lambda record: record.peak)
         lines = [
             f"{count_of(self.topology.world_size, 'rank')}: {' '.join(sizes) or 'one'}; {len(self.records)} run",
             f"{count_of(number, 'microbatch')}: {run} run" + ", which stand for the others" * (run < number),
@@ -60,29 +60,23 @@ class DryRun:
             "",
             *table_lines([["group", "ranks", "calls", "bytes", "operations"], *self._groups()], right=(1, 2, 3)),
             "",
-            *table_lines([MEMORY, *map(self._memory, self._largest())], right=range(1, 6)),
+            *table_lines([MEMORY, *map(self._memory, largest)], right=range(1, 6)),
             "",
-            *(f"error: {fault}" for fault in self.faults[:MAX_FAULTS]),
+            *([f"error: {fault}" for fault in self.faults[:MAX_FAULTS]] or [self._agreement()]),
+            *[f"and {len(self.faults) - MAX_FAULTS} more"] * (len(self.faults) > MAX_FAULTS),
         ]
-        if len(self.faults) > MAX_FAULTS:
-            lines.append(f"and {len(self.faults) - MAX_FAULTS} more")
-        if not self.faults:
-            shares = [record.peak / self.planned[rank][1] for rank, record in self.records.items()]
-            used = f"{min(shares):.1%} to {max(shares):.1%} of the planned memory is used"
-            agree = (
-                "all members of a group agree, all messages are received" if len(shares) > 1 else "on this rank alone"
-            )
-            lines.append(f"no fault: {agree}, no buffer is reused; {used}")
         return "\n".join(lines)
 
-    def _largest(self) -> list[int]:
-        """The ranks that use the most memory."""
-        return nlargest(MAX_ROWS, self.records, key=lambda rank: self.records[rank].peak)
+    def _agreement(self) -> str:
+        shares = [record.peak / record.planned[1] for record in self.records.values()]
+        agree = "all members of a group agree, all messages are received" if len(shares) > 1 else "on this rank alone"
+        used = f"{min(shares):.1%} to {max(shares):.1%} of the planned memory is used"
+        return f"no fault: {agree}, no buffer is reused; {used}"
 
-    def _memory(self, rank: int) -> list[str]:
-        (resident, peak), record, coords = self.planned[rank], self.records[rank], self.topology.coords_text(rank)
+    def _memory(self, record: RankRecord) -> list[str]:
+        (resident, peak), rank = record.planned, record.plan.rank
         sizes = resident, record.resident, peak, record.peak, sum(record.saved.values())
-        return [f"rank {rank} {coords}".rstrip(), *map(describe_bytes, sizes)]
+        return [f"rank {rank} {self.topology.coords_text(rank)}".rstrip(), *map(describe_bytes, sizes)]
 
     def _groups(self) -> Iterator[list[str]]:
         """Calls and bytes in a step, of the rank with the most, by group."""
@@ -131,23 +125,21 @@ def dry_run(config: Config, world_size: int, *, rank: int | None = None) -> DryR
     faults += [text for text in find(steps) if text not in faults]
     if len(records) == world_size:
         faults += _save_faults(records)
-    planned = {each: _planned(record) for each, record in records.items()}
-    for each, record in records.items():
-        resident, peak = planned[each]
-        faults += [*_traffic_faults(record), *_memory_faults(record, resident, peak=peak)]
-    return DryRun(config, topology, records, steps, planned, faults)
+    for record in records.values():
+        faults += [*_traffic_faults(record), *_memory_faults(record)]
+    return DryRun(config, topology, records, steps, faults)
 
 
 def _few(config: Config, topology: Topology, *, fewest: bool = False) -> Config:
     """The configuration with as many microbatches as show every part of its schedule, or with the fewest."""
-    parallel, train, dp = config.parallel, config.train, topology.size("dp")
-    pp, number = topology.size("pp"), num_microbatches(train, dp)
-    few = FEWEST if fewest or parallel.pipeline_schedule == "gpipe" else pp + 2
-    few = 2 * pp if parallel.num_virtual_stages_per_pipeline_rank > 1 else few
-    if parallel.pipeline_schedule == "gpipe" and not fewest:
-        few = number  # all are kept at once
+    train, dp, pp = config.train, topology.size("dp"), topology.size("pp")
+    few = FEWEST if fewest else pp + 2
+    if config.parallel.num_virtual_stages_per_pipeline_rank > 1:
+        few = 2 * pp
+    elif config.parallel.pipeline_schedule == "gpipe":  # all are kept at once
+        few = FEWEST if fewest else num_microbatches(train, dp)
     values = {
-        "train.global_batch_size": train.micro_batch_size * dp * min(few, number),
+        "train.global_batch_size": train.micro_batch_size * dp * min(few, num_microbatches(train, dp)),
         "train.rampup_batch_size": [],
         "train.step_batch_size_schedule": [],
         "train.torch_compile": False,
@@ -187,16 +179,9 @@ def _traffic_faults(record: RankRecord) -> Iterator[str]:
         yield text + "".join(f"; none for the bucket of {b.params[0].name} ({b.numel:,} elements)" for b in missing[:1])
 
 
-def _planned(record: RankRecord) -> tuple[int, int]:
-    """Planned bytes before the first step, and at the peak of a step."""
-    plan = record.plan
-    planned = plan_memory(plan.config, plan.topology.world_size, pp_rank=record.pp_index, device="cuda")
-    return planned.params + planned.grads + planned.optimizer, planned.total - PROCESS_BYTES["cuda"]
-
-
-def _memory_faults(record: RankRecord, resident: int, *, peak: int) -> Iterator[str]:
+def _memory_faults(record: RankRecord) -> Iterator[str]:
     """Bytes that are not as planned."""
-    name = f"rank {record.plan.rank} allocates"
+    name, (resident, peak) = f"rank {record.plan.rank} allocates", record.planned
     if not 0 <= record.resident - resident <= SMALL_BYTES:
         yield f"{name} {record.resident:,} bytes before the first step, planned are {resident:,}"
     if abs(record.peak - peak) > PEAK_SHARE * peak:

@@ -16,6 +16,7 @@ from nanotrain.planner.dry_run.stand_ins import on_meta
 from nanotrain.runs.folder import RunFolder
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.build import build_run
+from nanotrain.train.plans.memory_plan import PROCESS_BYTES, plan_memory
 from nanotrain.train.plans.plan import Plan
 from nanotrain.train.plans.traffic import sent_bytes
 from nanotrain.train.run import RunInputs
@@ -38,6 +39,12 @@ class RankRecord:
     def actions(self) -> list[Action]:
         """The actions of the second step."""
         return [step for step in self.plan.train_schedule.steps if isinstance(step, Action)]
+
+    @cached_property
+    def planned(self) -> tuple[int, int]:
+        """Planned bytes before the first step, and at the peak of a step."""
+        plan = plan_memory(self.plan.config, self.plan.topology.world_size, pp_rank=self.pp_index, device="cuda")
+        return plan.params + plan.grads + plan.optimizer, plan.total - PROCESS_BYTES["cuda"]
 
     @property
     def pp_index(self) -> int:
