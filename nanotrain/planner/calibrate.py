@@ -20,7 +20,7 @@ from nanotrain.config.load import load
 from nanotrain.errors import ConfigError
 from nanotrain.planner.hardware import GPU, Calibration
 from nanotrain.planner.scenario import Engine, Scenario, scenario_of
-from nanotrain.planner.step_time import StepTime, predict_step
+from nanotrain.planner.step_time import predict_step
 from nanotrain.untrusted import read_rows
 
 FIRST_STEPS, MIN_STEPS = 3, 3  # steps which allocate, compile and fill caches; steps that a median needs
@@ -40,14 +40,8 @@ class Measured:
     def errors(self, calibration: Calibration) -> list[float]:
         """Logarithm of predicted over measured step time; with timers also of the time that is no waiting for dp."""
         time = predict_step(calibrated(self.scenario, calibration))
-        errors = [math.log(time.total / self.step_s)]
-        if self.exposed_dp_s:
-            errors.append(math.log(_without_dp(time) / (self.step_s - self.exposed_dp_s)))
-        return errors
-
-
-def _without_dp(time: StepTime) -> float:
-    return time.total - time.exposed.get("dp", 0.0)
+        others = time.total - time.exposed.get("dp", 0.0), self.step_s - self.exposed_dp_s
+        return [math.log(time.total / self.step_s), *([math.log(others[0] / others[1])] if self.exposed_dp_s else [])]
 
 
 def measured(folder: Path, *, gpu: GPU, engine: Engine | str = "nanotrain") -> Measured:
@@ -64,15 +58,10 @@ def measured(folder: Path, *, gpu: GPU, engine: Engine | str = "nanotrain") -> M
             why=f"a calibration takes the median of at least {MIN_STEPS}, after the first {FIRST_STEPS} of a run",
             fix="name the folder of a run of nanotrain, with its metrics.jsonl, config.yaml and starts.jsonl",
         )
-    config, world_size = (
-        load([f"+config={folder / 'config.yaml'}"], to_train=False).config,
-        int(starts[-1]["world_size"]),
-    )
-    timers = [row["timers"] for row in rows if row.get("timers")]
-    waits = median(sum(each.get(name, 0.0) for name in WAITS) for each in timers) if timers else 0.0
-    return Measured(
-        scenario_of(config, world_size, gpu=gpu, engine=engine), median(row["step_time_s"] for row in rows), waits
-    )
+    config = load([f"+config={folder / 'config.yaml'}"], to_train=False).config
+    scenario = scenario_of(config, int(starts[-1]["world_size"]), gpu=gpu, engine=engine)
+    waits = [sum(row["timers"].get(name, 0.0) for name in WAITS) for row in rows if row.get("timers")]
+    return Measured(scenario, median(row["step_time_s"] for row in rows), median(waits or [0.0]))
 
 
 def calibrated(scenario: Scenario, calibration: Calibration) -> Scenario:
@@ -89,25 +78,22 @@ def calibrate(runs: Sequence[Measured]) -> Calibration:
     times = [predict_step(run.scenario) for run in runs]
     communicates = any(sum(time.exposed.values()) > FAINT * time.total for time in times)
     has_timers = any(run.exposed_dp_s > FAINT * run.step_s for run in runs)
-    names = ("compute", "network") if communicates and (len(runs) > 1 or has_timers) else ("compute",)
-    factors = np.zeros(len(names))
+    factors = np.zeros(2 if communicates and (len(runs) > 1 or has_timers) else 1)
 
     def errors(logs: np.ndarray) -> np.ndarray:
-        calibration = Calibration(**dict(zip(names, map(float, np.exp(logs)), strict=True)))
-        return np.array([error for run in runs for error in run.errors(calibration)])
+        return np.array([error for run in runs for error in run.errors(Calibration(*map(float, np.exp(logs))))])
 
     for _ in range(ROUNDS):
         now = errors(factors)
-        slopes = np.stack([(errors(factors + 0.01 * unit) - now) / 0.01 for unit in np.eye(len(names))], axis=1)
+        slopes = np.stack([(errors(factors + 0.01 * unit) - now) / 0.01 for unit in np.eye(len(factors))], axis=1)
         step = -np.linalg.lstsq(slopes, now, rcond=1e-3)[0]
         factors = np.clip(factors + np.clip(step, -1.0, 1.0), -LARGEST, LARGEST)
         if np.abs(step).max() < TOLERANCE:
             break
     if len(runs) == 1 and abs(errors(factors)[0]) > 0.03:
-        communication = sum(times[0].exposed.values())
         raise ConfigError(
             f"no speed of this machine gives a step of {runs[0].step_s:.3f} s",
-            why=f"communication alone is predicted to take {communication:.3f} s of it",
+            why=f"communication alone is predicted to take {sum(times[0].exposed.values()):.3f} s of it",
             fix="name the GPU of the run by --gpu, or calibrate on a run with fewer ranks too",
         )
-    return Calibration(**dict(zip(names, map(float, np.exp(factors)), strict=True)))
+    return Calibration(*map(float, np.exp(factors)))

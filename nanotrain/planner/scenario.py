@@ -6,7 +6,7 @@ Scenario --estimate_memory--> MemoryEstimate
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
@@ -22,8 +22,9 @@ from nanotrain.planner.hardware import GPU, Link, as_calibrated
 from nanotrain.spec.counts import num_active_parameters
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec, even_shares, stages_of_lengths
+from nanotrain.topology.groups import GroupName
 from nanotrain.topology.topology import Topology
-from nanotrain.train.plans.plan import Plan, check_names, plan_run, stage_specs
+from nanotrain.train.plans.plan import check_names, stage_specs
 
 read_data = cache(partial(read_table, folder=Path(__file__).parent / "data"))
 # A CPU computes what it launches, in operators that fuse nothing, and the transfers of gloo take its cores.
@@ -109,11 +110,7 @@ class Scenario:
 
     def ranks(self, name: str) -> Sequence[int]:
         """The group of the first rank along an axis, or along dp_cp, its shards or their replicas, also of experts."""
-        if name not in self._kept:
-            members = self.topology.members(0, name)  # type: ignore[arg-type]
-            steps = {after - before for before, after in pairwise(members)}
-            self._kept[name] = range(0, members[-1] + 1, steps.pop()) if len(steps) == 1 else members
-        return self._kept[name]
+        return _ranks(self.topology, name)  # type: ignore[arg-type]
 
     @cached_property
     def stages(self) -> tuple[tuple[StageSpec, ...], ...]:
@@ -140,17 +137,12 @@ class Scenario:
         number = num_microbatches(self.config.train, self.sizes["dp"])
         return PipelineShape(self.sizes["pp"], self.config.parallel.num_virtual_stages_per_pipeline_rank, number)
 
-    @cached_property
-    def _kept(self) -> dict[str | int, Any]:
-        """Ranks by group, and plans by pipeline rank."""
-        return {}
 
-    def plan(self, pp_index: int) -> Plan:
-        """The exact plan of the rank of a pipeline stage whose index on the other axes is 0."""
-        if pp_index not in self._kept:
-            rank = pp_index * self.topology.dense.stride("pp")
-            self._kept[pp_index] = plan_run(self.config, self.world_size, rank=rank)
-        return self._kept[pp_index]
+@lru_cache(maxsize=256)
+def _ranks(topology: Topology, name: GroupName) -> Sequence[int]:
+    members = topology.members(0, name)
+    steps = {after - before for before, after in pairwise(members)}
+    return range(0, members[-1] + 1, steps.pop()) if len(steps) == 1 else members
 
 
 @cache

@@ -6,6 +6,7 @@ from nanotrain.config.load import configure
 from nanotrain.errors import ConfigError, TopologyError
 from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.scenario import engine_of, engines, scenario_of
+from nanotrain.train.plans.plan import plan_run
 
 
 def test_sizes_stages_and_microbatches_follow_from_the_configuration() -> None:
@@ -20,8 +21,8 @@ def test_sizes_stages_and_microbatches_follow_from_the_configuration() -> None:
         [[0], [2], [4]],
         [[1], [3], [5]],
     ]
-    assert [stage.spec for stage in scenario.plan(1).stages] == list(scenario.stages[1])
-    assert scenario.plan(1) is scenario.plan(1)
+    plan = plan_run(scenario.config, 16, rank=8)
+    assert plan.groups["pp"].index == 1 and [stage.spec for stage in plan.stages] == list(scenario.stages[1])
 
 
 def test_an_unset_global_batch_is_one_microbatch_per_rank() -> None:
