@@ -4,22 +4,17 @@ Engine nanotrain: the numbers that a run plans before it starts (train/plans). O
 gradients and optimizer state, and the operators of `layer_bytes.py` over the pipeline schedule.
 """
 
-from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cache
 from math import prod
 from typing import get_args
 
 from nanotrain.config.parallel import ShardingStrategy
-from nanotrain.parallel.pp.actions import ActionKind, PipelineShape, Schedule
-from nanotrain.parallel.pp.schedules import build_schedule
+from nanotrain.parallel.pp.actions import ActionKind, Schedule
 from nanotrain.planner.layer_bytes import FP32, INT64, LayerBytes, StagePeak
 from nanotrain.planner.scenario import Scenario
+from nanotrain.planner.stage_time import Numel, Stages
 from nanotrain.precision.dtypes import Precision
-from nanotrain.spec.parameters import Declaration, declare_stage
-from nanotrain.spec.params import localize
-from nanotrain.spec.stages import StageSpec
-from nanotrain.train.plans.memory_plan import plan_memory
+from nanotrain.train.plans.memory_plan import built_schedule, plan_memory
 
 MIB = 2**20
 CONTEXT_BYTES = 600 * MIB  # CUDA context and kernels of a process on a data-center GPU
@@ -71,9 +66,9 @@ def estimate_memory(scenario: Scenario) -> MemoryEstimate:
 
 def memory_of_rank(scenario: Scenario, pp_index: int) -> MemoryEstimate:
     """The memory of the ranks of a pipeline stage."""
-    if scenario.engine.name == "nanotrain":
-        return _planned(scenario, pp_index)
-    return _estimated(scenario, pp_index)
+    parts = _planned(scenario, pp_index) if scenario.engine.name == "nanotrain" else _estimated(scenario, pp_index)
+    overhead = _overhead(scenario, sum(parts.values()))
+    return MemoryEstimate(**parts, overhead=overhead, pp_index=pp_index, capacity=scenario.gpu.memory_bytes)
 
 
 def _different_ranks(scenario: Scenario) -> list[int]:
@@ -88,60 +83,24 @@ def _different_ranks(scenario: Scenario) -> list[int]:
     return list(first.values())
 
 
-@cache
-def _schedule(name: str, shape: PipelineShape) -> Schedule:
-    return build_schedule(name, shape)
-
-
 def _in_flight_schedule(scenario: Scenario) -> Schedule:
     """The schedule of as many microbatches as it takes until no more are in flight."""
     name, shape = scenario.config.parallel.pipeline_schedule, scenario.pipeline
     if name != "gpipe":
         shape = replace(shape, num_microbatches=min(shape.num_microbatches, 4 * shape.num_ranks))
-    return _schedule(name, shape)
+    return built_schedule(name, shape)
 
 
-def _planned(scenario: Scenario, pp_index: int) -> MemoryEstimate:
-    """The plan of a run of nanotrain."""
-    plan = plan_memory(
-        scenario.config,
-        scenario.world_size,
-        pp_rank=pp_index,
-        device="cuda",
-        schedule=_in_flight_schedule(scenario),
-    )
-    return MemoryEstimate(
-        params=plan.params,
-        grads=plan.grads,
-        optimizer=plan.optimizer,
-        activations=plan.activations,
-        buffers=plan.communication,
-        working=plan.working,
-        overhead=_overhead(scenario, plan.total),
-        pp_index=pp_index,
-        capacity=scenario.gpu.memory_bytes,
-    )
+def _planned(scenario: Scenario, pp_index: int) -> dict[str, int]:
+    """Bytes by kind of the plan of a run of nanotrain."""
+    schedule = _in_flight_schedule(scenario)
+    plan = plan_memory(scenario.config, scenario.world_size, pp_rank=pp_index, device="cuda", schedule=schedule)
+    kinds = ("params", "grads", "optimizer", "activations", "working")
+    return {kind: getattr(plan, kind) for kind in kinds} | {"buffers": plan.communication}
 
 
-def local_elements(scenario: Scenario, stages: tuple[StageSpec, ...]) -> tuple[int, int]:
-    """Elements of the parameters of a rank: dense ones and those of experts; one layer of each kind is declared."""
-    sizes, config, has_experts = scenario.sizes, scenario.config, scenario.shape.has_experts
-    declaration = Declaration(
-        scenario.shape, config.precision.params_dtype, sizes["tp"], config.parallel.sequence_parallel
-    )
-    layers = [layer for stage in stages for layer in stage.layers]
-    kinds, counts = {has_experts(layer): layer for layer in layers}, Counter(map(has_experts, layers))
-    parts = [(1, replace(stage, last_layer=stage.first_layer)) for stage in stages]
-    parts += [(counts[kind], StageSpec(1, layer, layer + 1, False, False)) for kind, layer in kinds.items()]
-    coords, numel = dict.fromkeys(sizes, 0), [0, 0]
-    for count, part in parts:
-        for spec in declare_stage(declaration, part):
-            numel[spec.is_expert] += count * prod(localize(spec, coords=coords, sizes=sizes).box.shape)
-    return numel[0], numel[1]
-
-
-def _state(scenario: Scenario, elements: tuple[int, int]) -> tuple[int, int, int]:
-    """Bytes of parameters, gradients and optimizer state, from the elements of dense parameters and of experts.
+def _state(scenario: Scenario, local: Numel) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer state, from the number of parameters.
 
     Weights in fp8 take as much as in bf16: Transformer Engine has them by rows and by columns.
     """
@@ -151,7 +110,7 @@ def _state(scenario: Scenario, elements: tuple[int, int]) -> tuple[int, int, int
     # FSDP's shards are the main parameters themselves
     stored, main = (FP32, 0) if engine.name == "fsdp2" and level == 3 else (low, FP32 * (low < FP32))
     params = grads = optimizer = 0
-    for numel, name in zip(elements, ("dp_shard", "expert_dp_shard"), strict=True):
+    for numel, name in ((local.dense, "dp_shard"), (local.expert, "expert_dp_shard")):
         shards = len(scenario.ranks(name))
         params += numel * stored // (shards if level == 3 else 1)
         grads += numel * precision.main_grads.itemsize // shards if level > 1 else numel * precision.grads.itemsize
@@ -170,10 +129,10 @@ def _gathered(scenario: Scenario, elements: int) -> int:
     return low * (2 * layer + ends) + 2 * low * layer
 
 
-def _estimated(scenario: Scenario, pp_index: int) -> MemoryEstimate:
-    """Bytes of another program."""
+def _estimated(scenario: Scenario, pp_index: int) -> dict[str, int]:
+    """Bytes by kind of another program."""
     stages, layers = scenario.stages[pp_index], LayerBytes(scenario)
-    elements = local_elements(scenario, stages)
+    numel = Stages(scenario).numel(stages)
     peaks = {stage.index: layers.stage(stage) for stage in stages}
     weights = frozenset(weight for peak in peaks.values() for weight in peak.weights)
     # Transformer Engine returns a tensor of a weight's shape where the product has added its gradient to the buffer
@@ -188,19 +147,15 @@ def _estimated(scenario: Scenario, pp_index: int) -> MemoryEstimate:
         columns = scenario.shape.padded_vocab_size // scenario.sizes["tp"] * layers.itemsize
         tokens += 2 * (columns * layers.tokens + layers.inside)
         tokens += columns * scenario.shape.hidden_size  # measured: a further tensor of the weight's shape
-    params, grads, optimizer = _state(scenario, elements)
-    estimate = MemoryEstimate(
-        params=params,
-        grads=grads,
-        optimizer=optimizer,
-        activations=kept,
-        buffers=unused + _gathered(scenario, sum(elements)),
-        working=beside + tokens + _workspaces(scenario),
-        overhead=0,
-        pp_index=pp_index,
-        capacity=scenario.gpu.memory_bytes,
-    )
-    return replace(estimate, overhead=_overhead(scenario, estimate.total))
+    params, grads, optimizer = _state(scenario, numel)
+    return {
+        "params": params,
+        "grads": grads,
+        "optimizer": optimizer,
+        "activations": kept,
+        "buffers": unused + _gathered(scenario, numel.dense + numel.expert),
+        "working": beside + tokens + _workspaces(scenario),
+    }
 
 
 def _peak(peaks: dict[int, StagePeak], schedule: Schedule, *, pp_index: int) -> tuple[int, int]:

@@ -110,7 +110,7 @@ class Scenario:
 
     def ranks(self, name: str) -> Sequence[int]:
         """The group of the first rank along an axis, or along dp_cp, its shards or their replicas, also of experts."""
-        return _ranks(self.topology, name)  # type: ignore[arg-type]
+        return _ranks(self.topology, name)
 
     @cached_property
     def stages(self) -> tuple[tuple[StageSpec, ...], ...]:

@@ -103,7 +103,11 @@ class Stages:
         groups = recomputed_groups(self.config, len(spec.layers)) if is_full else []
         recomputed = {spec.layers[index] for group in groups for index in group}
         recomputed.update(self.layers.shape.mtp_layers if groups else ())
-        return tuple(self._unit(self._kind(name), name in recomputed) for name in self.modules(spec))
+        units = []
+        for name in self.modules(spec):
+            is_alone = name == "head" and spec.has_embedding
+            units.append(self._unit(self._kind(name), is_recomputed=name in recomputed, has_embedding=is_alone))
+        return tuple(units)
 
     def _kind(self, name: str | int) -> str | int:
         """The first layer of the same kind."""
@@ -112,16 +116,20 @@ class Stages:
         shape = self.layers.shape
         return self._like.setdefault((shape.has_experts(name), shape.has_window(name), name >= shape.num_layers), name)
 
-    def _build_unit(self, name: str | int, is_recomputed: bool) -> Unit:
+    def _build_unit(self, name: str | int, *, is_recomputed: bool, has_embedding: bool) -> Unit:
+        """A module; a tied head has no parameters where the stage has the embedding."""
         shape, layers = self.layers.shape, self.layers
-        if isinstance(name, int):
-            parts = layers.multi_token(name) if name >= shape.num_layers else layers.block(name)
+        if isinstance(name, int) and name < shape.num_layers:
             specs = block(self._declaration, has_experts=self._declaration.shape.has_experts(name))
+            return Unit(layers.block(name), self._count(specs), is_recomputed)
+        if name == "embedding":
+            parts, units = layers.embedding(), {"embedding"}
+        elif name == "head":
+            parts, units = layers.head(), {"final_norm", "head"} | (set() if has_embedding else {"embedding"})
         else:
-            parts = layers.embedding() if name == "embedding" else layers.head()
-            stage = StageSpec(0 if name == "embedding" else 1, 0, 0, name == "embedding", name == "head")
-            specs = tuple(spec for spec in declare_stage(self._declaration, stage) if spec.unit != "mtp")
-        return Unit(parts, self._count(specs), is_recomputed)
+            parts, units = layers.multi_token(int(name)), {f"mtp.{int(name) - shape.num_layers}"}
+        specs = declare_stage(self._declaration, StageSpec(0, 0, 0, name == "embedding", name != "embedding"))
+        return Unit(parts, self._count([spec for spec in specs if spec.unit in units]), is_recomputed)
 
     @cached_property
     def _declaration(self) -> Declaration:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from nanotrain.planner.memory import estimate_memory, local_elements, memory_of_rank
+from nanotrain.planner.memory import estimate_memory, memory_of_rank
 from nanotrain.planner.row_config import Row, scenario_of_row
 from nanotrain.planner.scenario import engine_of
+from nanotrain.planner.stage_time import Stages
 from nanotrain.train.plans.memory_plan import worst_memory
 from tests.planner.scenarios import llama
 
@@ -56,8 +57,8 @@ def test_megatrons_peak_is_what_runs_reported() -> None:
 
 def test_elements_of_all_ranks_are_those_of_the_model() -> None:
     scenario = llama(16, tp=2, pp=4, gbs=64)
-    dense = sum(local_elements(scenario, stages)[0] for stages in scenario.stages)
-    whole, experts = local_elements(llama(8), llama(8).stages[0])
+    dense = sum(Stages(scenario).numel(stages).dense for stages in scenario.stages)
+    whole, experts, _ = Stages(llama(8)).numel(llama(8).stages[0])
     norms = (2 * 32 + 1) * 4096  # every rank of tp has them
     assert 2 * dense == whole + norms
     assert experts == 0

@@ -8,9 +8,12 @@ from nanotrain.train.plans.plan import plan_run
 from tests.planner.scenarios import llama
 
 FORWARD, BACKWARD = ActionKind.forward, ActionKind.full_backward
+TIED = {"untie_embeddings_and_output_weights": False}
 
 
-@pytest.mark.parametrize("values", [{}, {"tp": 2}, {"pp": 2, "gbs": 8}, {"num_experts": 8, "ep": 4}])
+@pytest.mark.parametrize(
+    "values", [{}, {"tp": 2}, {"pp": 2, "gbs": 8, "mtp_num_layers": 1}, {"num_experts": 8, "ep": 4}, TIED]
+)
 def test_parameters_are_those_of_the_plan(values: dict[str, object]) -> None:
     scenario = llama(8, **values)
     stages = Stages(scenario)
