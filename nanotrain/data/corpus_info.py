@@ -7,7 +7,7 @@ tokenizers are refused. Corpora without a recorded tokenizer, such as Megatron-L
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import tokenizers
@@ -29,6 +29,12 @@ class CorpusInfo:
     documents: int = 0  # number of documents
     tokens: int = 0  # number of tokens
     plan: str = ""  # hash of inputs and options
+    inputs: dict[str, str] = field(default_factory=dict)  # SHA-256 of every input file, by its path
+    tokenizer_sha256: str = ""  # of its definition; empty for bytes and where transformers' classes are the tokenizer
+
+
+# of the fields that are no numbers
+CHECKS = {"tokenizer": text_of, "plan": text_of, "tokenizer_sha256": text_of, "inputs": object_of}
 
 
 def tokenizer_path(prefix: Path) -> Path:
@@ -47,9 +53,9 @@ def read_info(prefix: Path) -> CorpusInfo:
         return CorpusInfo()
     try:
         info = CorpusInfo(**object_of(parse_json(read_file(path)), "it"))
-        for field, value in asdict(info).items():
-            if value is not None or field not in ("tokenizer", "eod"):
-                text_of(value, field) if field in ("tokenizer", "plan") else whole_number(value, field)
+        for name, value in asdict(info).items():
+            if value is not None or name not in ("tokenizer", "eod"):
+                CHECKS[name](value, name) if name in CHECKS else whole_number(value, name)
         return info
     except (OSError, ValueError, TypeError) as error:
         raise DataError(

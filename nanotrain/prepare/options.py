@@ -1,6 +1,7 @@
 """The options of `nanotrain prepare`, checked; cli/commands.yaml declares its arguments."""
 
 import argparse
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from nanotrain.prepare.inputs import Limits
 from nanotrain.quantities import count_of
 
 _BPE = "bpe:"
+_PART = re.compile(r"\d{1,6}/\d{1,6}")
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,9 @@ class PrepareOptions:
     overwrite: bool = False
     max_document_bytes: int = Limits.document_bytes
     max_inflation: int = Limits.inflation
+    part: str | None = None
+    executor: str = "local"
+    sbatch: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.tokenizer:
@@ -49,6 +54,23 @@ class PrepareOptions:
             )
         if self.max_documents is not None and not self.streaming:
             raise DataError("--max-documents has no effect without --streaming", fix="add --streaming or leave it out")
+
+        if self.part is not None and (not _PART.fullmatch(self.part) or not 1 <= self.share[0] <= self.share[1]):
+            why = "it is I/N: this process tokenizes the I-th of N shares of the input"
+            raise DataError(f"--part {self.part} cannot be read", why=why, fix="write for example --part 1/4")
+        if self.sbatch and self.executor != "slurm":
+            raise DataError("--sbatch has no effect", why="it is for --executor slurm", fix="leave it out")
+        if self.streaming and (self.part is not None or self.executor != "local"):
+            why = "a stream is read by one machine, in order"
+            raise DataError("--streaming with --part or --executor", why=why, fix="leave --streaming out")
+        if self.part is not None and self.executor != "local":
+            raise DataError("--part with --executor", why="the executor divides the input", fix="leave --part out")
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """The share of the parts that this process writes, from 1, and the number of shares."""
+        number, _, count = (self.part or "1/1").partition("/")
+        return int(number), int(count)
 
     @property
     def bpe_vocab_size(self) -> int | None:
@@ -68,7 +90,23 @@ class PrepareOptions:
     def from_args(cls, args: argparse.Namespace) -> "PrepareOptions":
         """The options of a parsed command line."""
         values = {field.name: getattr(args, field.name) for field in fields(cls)}
-        return cls(**values | {"input": tuple(args.input), "output": local_path(prefix_of(args.output))})
+        sbatch = tuple(word if word.startswith("-") else f"--{word}" for word in args.sbatch)
+        given = {"input": tuple(args.input), "output": local_path(prefix_of(args.output)), "sbatch": sbatch}
+        return cls(**values | given)
+
+    def for_part(self, number: int, count: int) -> list[str]:
+        """The arguments of `nanotrain prepare` for one of `count` shares of this corpus, wherever it runs."""
+        words = ["--part", f"{number}/{count}"]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            flag = f"--{field.name.replace('_', '-')}"
+            if field.name in ("part", "executor", "sbatch", "workers") or value == field.default:
+                continue
+            if isinstance(value, bool):
+                words.append(flag if value else flag.replace("--", "--no-", 1))
+            else:
+                words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
+        return words
 
 
 class Verify(argparse.Action):

@@ -2,6 +2,7 @@
 
     PREFIX.parts/plan.json        the plan of this corpus; parts of another plan are deleted
                  tokenizer/       the tokenizer that every worker loads
+                 ready            written when both are there, for processes of other machines
                  000000.bin .idx  complete as soon as the .idx exists (TokenWriter renames it last)
 
 A restarted run skips complete parts, so a killed run loses at most the parts in progress.
@@ -31,6 +32,7 @@ from nanotrain.prepare.readers import DocumentReader
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.runs.files import disk_errors, disk_fault, make_folder, remove_folder, write_text
 
+READY = "ready"
 CURE = "choose another --output"  # the cure for errors of the disk
 _DOCUMENTS_PER_WRITE, _CHARACTERS_PER_WRITE = 64, 1 << 20
 _INDEX_BYTES = 20  # bytes of a document in the index
@@ -61,12 +63,21 @@ def open_parts(folder: Path, plan: dict[str, Any]) -> None:
     Raises:
         EnvironmentFault: the folder cannot be written, or has content that is not of `nanotrain prepare`.
     """
-    text = json.dumps(plan, indent=2, sort_keys=True) + "\n"
-    file = folder / "plan.json"
+    text, file = _plan_text(plan), folder / "plan.json"
     if not (file.is_file() and file.read_text(errors="replace") == text):
         remove_folder(folder)
     make_folder(folder, fix=CURE)
     write_text(file, text)
+
+
+def _plan_text(plan: dict[str, Any]) -> str:
+    return json.dumps(plan, indent=2, sort_keys=True) + "\n"
+
+
+def is_ready(folder: Path, plan: dict[str, Any]) -> bool:
+    """Whether another process has prepared the folder of part files of a plan, its tokenizer included."""
+    file = folder / "plan.json"
+    return (folder / READY).is_file() and file.read_text(errors="replace") == _plan_text(plan)
 
 
 def write_parts(job: PartJob, chunks: Iterable[tuple[int, InputChunk]], *, workers: int) -> Iterator[int]:
@@ -83,10 +94,10 @@ def write_parts(job: PartJob, chunks: Iterable[tuple[int, InputChunk]], *, worke
     waiting = iter(chunks)
     try:
         with ProcessPoolExecutor(workers, context, initializer=_start_worker) as pool:
-            running = {pool.submit(_write_part, job, numbered) for numbered in islice(waiting, workers)}
+            running = {pool.submit(write_part, job, numbered) for numbered in islice(waiting, workers)}
             while running:
                 done, running = wait(running, return_when=FIRST_COMPLETED)
-                running |= {pool.submit(_write_part, job, numbered) for numbered in islice(waiting, len(done))}
+                running |= {pool.submit(write_part, job, numbered) for numbered in islice(waiting, len(done))}
                 for future in done:
                     outcome = future.result()
                     if isinstance(outcome, NanotrainError):
@@ -143,7 +154,7 @@ def _start_worker() -> None:
     exit_with_parent()
 
 
-def _write_part(job: PartJob, numbered: tuple[int, InputChunk]) -> int | NanotrainError:
+def write_part(job: PartJob, numbered: tuple[int, InputChunk]) -> int | NanotrainError:
     """Write a part in a worker process; errors are returned, as the pool would add a traceback to those raised."""
     try:
         _part_writer(job).write(*numbered)

@@ -1,0 +1,129 @@
+"""Where the parts of a corpus are written: processes of this machine, a Ray cluster, or a Slurm array.
+
+    EXECUTORS    one function per name of --executor: (job, missing chunks, workers=) -> planned bytes of complete parts
+
+Parts lie in a folder that all machines share, and each is complete or absent. So an executor decides about time, never
+about bytes, and whatever it lost is written by the next start.
+"""
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from nanotrain.errors import EnvironmentFault, NanotrainError
+from nanotrain.log import get_logger
+from nanotrain.prepare.chunks import InputChunk
+from nanotrain.prepare.options import PrepareOptions
+from nanotrain.prepare.parts import PartJob, is_complete, write_part, write_parts
+from nanotrain.quantities import count_of
+
+log = get_logger(__name__)
+Numbered = tuple[int, InputChunk]
+POLL_S, GONE_S = 5.0, 60.0  # seconds between looks at the parts; and after which a job that Slurm lost counts as ended
+
+
+def on_ray(job: PartJob, missing: Iterable[Numbered], *, workers: int) -> Iterator[int]:
+    """One task per part on a running Ray cluster; tasks of a lost worker run again.
+
+    Raises:
+        EnvironmentFault: Ray is not installed, or no cluster runs.
+        DataError: a document that cannot be read or encoded.
+    """
+    try:
+        import ray
+    except ImportError:
+        fix = "pip install ray"
+        raise EnvironmentFault("--executor ray needs Ray", why="it is not installed", fix=fix) from None
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", log_to_driver=False)
+        except ConnectionError as error:
+            fix = "start one with `ray start --head`, or set RAY_ADDRESS"
+            raise EnvironmentFault("no Ray cluster was found", why=str(error).splitlines()[0], fix=fix) from None
+    task = ray.remote(max_retries=-1)(write_part)
+    waiting, job = map(_absolute, missing), replace(job, options=_absolute_options(job.options))
+    running = [task.remote(job, numbered) for numbered in islice(waiting, workers)]
+    while running:
+        done, running = ray.wait(running)
+        running += [task.remote(job, numbered) for numbered in islice(waiting, len(done))]
+        for outcome in ray.get(done):
+            if isinstance(outcome, NanotrainError):
+                raise outcome
+            yield outcome
+
+
+def on_slurm(job: PartJob, missing: Iterable[Numbered], *, workers: int) -> Iterator[int]:
+    """An array of `workers` tasks, each of which writes its share of the parts; this process waits for them.
+
+    Raises:
+        EnvironmentFault: there is no sbatch, it refuses the job, or the job ended without all parts.
+    """
+    left = dict(missing)
+    workers = min(workers, len(left) or 1)
+    if not left:
+        return
+    array = _submit(job.options, workers)
+    log.info("Slurm job %s tokenizes in %d tasks; its output is %s", array, workers, job.options.parts / "slurm-*.out")
+    ended: float | None = None
+    while left:
+        done = [number for number in left if is_complete(job.options.parts, number)]
+        yield from (left.pop(number).num_bytes for number in done)
+        if not left:
+            return
+        ended = None if _is_queued(array) else ended or time.monotonic()
+        if ended is not None and time.monotonic() - ended > GONE_S:  # files of other machines appear late
+            raise EnvironmentFault(
+                f"the Slurm job {array} has ended, and {count_of(len(left), 'part', verb='is')} missing",
+                why=f"its tasks wrote why to {job.options.parts / 'slurm-*.out'}",
+                fix="run the same command again; complete parts are kept",
+            )
+        time.sleep(POLL_S)
+
+
+def _submit(options: PrepareOptions, workers: int) -> str:
+    """Start the array; returns the id of the job."""
+    program = shutil.which("nanotrain") or "nanotrain"
+    words = options.for_part(0, workers)
+    words[1] = f"$((SLURM_ARRAY_TASK_ID))/{workers}"
+    script = f"#!/bin/sh\ncd {_quoted(os.getcwd())}\nexec {_quoted(program)} prepare " + " ".join(
+        word if word.startswith("$((") else _quoted(word) for word in words
+    )
+    line = ["sbatch", "--parsable", f"--array=1-{workers}", f"--output={options.parts}/slurm-%A-%a.out"]
+    try:
+        submitted = subprocess.run([*line, *options.sbatch], input=script, capture_output=True, text=True, check=True)
+    except FileNotFoundError:
+        fix = "run it where Slurm is, or tokenize shares with --part I/N"
+        raise EnvironmentFault("--executor slurm needs sbatch", why="it is not on the PATH", fix=fix) from None
+    except subprocess.CalledProcessError as error:
+        why = error.stderr.strip() or f"exit code {error.returncode}"
+        raise EnvironmentFault("sbatch refused the job", why=why, fix="correct --sbatch") from None
+    return submitted.stdout.strip().split(";")[0]
+
+
+def _is_queued(array: str) -> bool:
+    """Whether Slurm still has tasks of a job; True where it cannot be asked."""
+    reply = subprocess.run(["squeue", "--noheader", "--jobs", array], capture_output=True, text=True, check=False)
+    return bool(reply.stdout.strip()) or (reply.returncode != 0 and "Invalid job id" not in reply.stderr)
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "'\\''") + "'"
+
+
+def _absolute_options(options: PrepareOptions) -> PrepareOptions:
+    return replace(options, output=options.output.absolute())
+
+
+def _absolute(numbered: Numbered) -> Numbered:
+    """A chunk whose files a process in any folder finds."""
+    number, chunk = numbered
+    return number, replace(chunk, files=tuple(str(Path(file).absolute()) for file in chunk.files))
+
+
+Executor = Callable[..., Iterator[int]]
+EXECUTORS: dict[str, Executor] = {"local": write_parts, "ray": on_ray, "slurm": on_slurm}
