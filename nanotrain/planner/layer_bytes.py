@@ -12,10 +12,11 @@ from math import prod
 from typing import NamedTuple
 
 from nanotrain.memory.block_transforms import recomputed_groups
-from nanotrain.planner.scenario import Scenario
+from nanotrain.planner.scenario import RankSizes, Scenario
 from nanotrain.spec.stages import StageSpec
 
 FP32, INT64 = 4, 8
+SHARES_IN_FP8 = {"fp8": 0.5, "fp8_block": 0.52, "mxfp8": 0.53, "nvfp4": 0.29}  # of an operand in both layouts
 HOPPER = ("h1", "h2", "h8", "gh")  # beginnings of names of GPUs
 
 
@@ -35,7 +36,7 @@ class StagePeak(NamedTuple):
     weights: frozenset[tuple[int, int]]  # shapes of the weights of its linear layers
 
 
-class LayerBytes:
+class LayerBytes(RankSizes):
     """The operators of the stages of one scenario.
 
     Args:
@@ -43,21 +44,15 @@ class LayerBytes:
     """
 
     def __init__(self, scenario: Scenario) -> None:
-        config, self.scenario, self.shape = scenario.config, scenario, scenario.shape
-        self.model, self.tp, self.cp = config.model, scenario.sizes["tp"], scenario.sizes["cp"]
-        self.itemsize = 4 if config.precision.params_dtype == "fp32" else 2
+        super().__init__(scenario)
+        config, self.model = scenario.config, scenario.config.model
         # of the kept input of a linear layer, relative to the data type of the activations
-        self.share_in_fp8 = {"fp8": 0.5, "fp8_block": 0.52, "mxfp8": 0.53, "nvfp4": 0.29}.get(
-            scenario.matmul_dtype, 1.0
-        )
-        self.tokens = config.train.micro_batch_size * config.data.seq_length // self.cp
-        self.outside = self.tokens // (self.tp if config.parallel.sequence_parallel else 1)
-        width = self.shape.hidden_size * self.itemsize
-        self.hidden, self.inside = self.outside * width, self.tokens * width
+        self.share_in_fp8 = SHARES_IN_FP8.get(scenario.matmul_dtype, 1.0)
+        self.hidden, self.inside = self.outside * self.width, self.tokens * self.width
         self.gathered = self.inside if self.outside < self.tokens else 0  # a backward gathers its input again
         self.statistics = self.outside * FP32 * (1 + self.shape.has_norm_bias)  # of a norm
         self.modules = frozenset(config.memory.recomputed_modules)
-        self.is_megatron = scenario.engine.name == "megatron"
+        self.is_megatron = self.engine.name == "megatron"
         # whether matrix products add the gradients of weights to the buffer of gradients
         self.fuses_wgrads = self.is_megatron and config.parallel.gradient_accumulation_fusion is None
         backend, deterministic = config.train.attention_backend, config.train.deterministic_mode
@@ -92,7 +87,7 @@ class LayerBytes:
         mlp = self.experts(normed) if shape.has_experts(layer) else self.mlp(shape.ffn_size, normed)
         add = Op(mask, 2 * self.hidden)
         ops = [norm, *attention, add, norm, *mlp, add]
-        factor = self.scenario.engine.saves_factor
+        factor = self.engine.saves_factor
         return [op._replace(saved=int(op.saved * factor)) for op in ops] if factor != 1.0 else ops
 
     def attention(self, normed: int) -> list[Op]:
@@ -135,7 +130,7 @@ class LayerBytes:
             # of the output: over cp in the layout of the kernel too, and the projection's input in 8 bits
             copies = (self.cp > 1) + self.copies_output + (self.share_in_fp8 < 1)
             return [Op(inputs + statistics + copies * output, inputs + 2 * output)]
-        scores = self.tokens * heads * self.scenario.config.data.seq_length // self.cp * self.itemsize
+        scores = self.tokens * heads * self.config.data.seq_length // self.cp * self.itemsize
         p = self.model.attention_dropout
         kept = scores * (2 if "unfused softmax" in self.scenario.features else 1)
         kept += scores + self.dropout(p, scores) if p > 0 else 0
@@ -161,7 +156,7 @@ class LayerBytes:
         """Router, dispatch, experts of evenly routed tokens, combination, shared expert."""
         shape, moe = self.shape, self.shape.moe
         assert moe is not None, "callers check it"
-        etp, inner = self.scenario.sizes["etp"], shape.moe_ffn_size // self.scenario.sizes["etp"]
+        etp, inner = self.etp, shape.moe_ffn_size // self.etp
         pairs = int(self.tokens // self.tp * moe.router_topk * etp * self.scenario.imbalance)
         unit, permuted = pairs * inner * self.itemsize, pairs * shape.hidden_size * self.itemsize
         router = self.tokens // self.tp * moe.num_experts * (3 * FP32 + 1)
@@ -184,16 +179,15 @@ class LayerBytes:
 
     def head(self) -> list[Op]:
         """Final norm, logits and loss."""
-        columns = self.shape.padded_vocab_size // self.tp
-        logits = self.tokens * columns
+        logits = self.tokens * self.columns
         if "fused loss" in self.scenario.features:  # the gradient is written over the logits
             loss = Op(logits * self.itemsize, 0)
         else:  # the softmax in fp32 is kept; beside it are the logits
-            further = 2 * FP32 if self.scenario.engine.low_grads else 0
+            further = 2 * FP32 if self.engine.low_grads else 0
             further += FP32 if "compiled loss" in self.scenario.features else 0  # which is not in place
             loss = Op(logits * FP32, logits * (self.itemsize + further))
         # the gradient of the weight is a tensor of its own even where it is written to the buffer of gradients
-        gradients = logits * self.itemsize + 2 * self.inside + columns * self.shape.hidden_size * self.itemsize
+        gradients = logits * self.itemsize + 2 * self.inside + self.columns * self.width
         return [Op(self.hidden + self.statistics, 2 * self.hidden), Op(self.hidden, gradients), loss]
 
     def stage(self, spec: StageSpec) -> StagePeak:
@@ -202,14 +196,14 @@ class LayerBytes:
         if spec.has_embedding:
             ops.append(Op(self.dropout(self.model.hidden_dropout, self.hidden), self.hidden))
         blocks = [self.block(layer) for layer in spec.layers]
-        if self.scenario.config.memory.recompute_granularity == "full":
-            for group in recomputed_groups(self.scenario.config, len(blocks)):
+        if self.config.memory.recompute_granularity == "full":
+            for group in recomputed_groups(self.config, len(blocks)):
                 inner = [op for index in group for op in blocks[index]]
                 peak = self.peak_of_backward(inner)
                 blocks[group[0]] = [Op(self.hidden, peak.kept + peak.beside - self.hidden)]
                 for index in group[1:]:
                     blocks[index] = []
-        offloaded = self.scenario.config.memory.cpu_offloading_num_layers  # in host memory until their backward
+        offloaded = self.config.memory.cpu_offloading_num_layers  # in host memory until their backward
         for index, block in enumerate(blocks):
             ops += [op._replace(saved=0, working=op.working + op.saved) for op in block] if index < offloaded else block
         if spec.has_head:

@@ -144,9 +144,8 @@ def _estimated(scenario: Scenario, pp_index: int) -> dict[str, int]:
     if "attention mask" in scenario.features:
         tokens += scenario.config.train.micro_batch_size * scenario.config.data.seq_length**2 // scenario.sizes["cp"]
     if "deferred wgrad of the head" in scenario.features and stages[-1].has_head:
-        columns = scenario.shape.padded_vocab_size // scenario.sizes["tp"] * layers.itemsize
-        tokens += 2 * (columns * layers.tokens + layers.inside)
-        tokens += columns * scenario.shape.hidden_size  # measured: a further tensor of the weight's shape
+        tokens += 2 * (layers.columns * layers.itemsize * layers.tokens + layers.inside)
+        tokens += layers.columns * layers.width  # measured: a further tensor of the weight's shape
     params, grads, optimizer = _state(scenario, numel)
     return {
         "params": params,

@@ -14,7 +14,6 @@ from functools import partial
 from math import comb
 
 from nanotrain.planner.collectives import collective_s
-from nanotrain.planner.hardware import GPU
 from nanotrain.planner.kernels import (
     BYTES,
     AttentionShape,
@@ -24,7 +23,7 @@ from nanotrain.planner.kernels import (
     matmul_s,
     memory_s,
 )
-from nanotrain.planner.scenario import Scenario
+from nanotrain.planner.scenario import RankSizes, Scenario
 
 GRAPH_LAUNCHES = 0.1  # launches that are left with CUDA graphs, which cannot hold the dispatch to experts
 ROUTER_LAUNCHES = 20  # scores, top k, losses, counts and their sums
@@ -115,7 +114,7 @@ class Part:
 Parts = list[Part]
 
 
-class Layers:
+class Layers(RankSizes):
     """The parts of the layers of a scenario.
 
     Args:
@@ -123,16 +122,8 @@ class Layers:
     """
 
     def __init__(self, scenario: Scenario) -> None:
-        config, sizes = scenario.config, scenario.sizes
-        self.scenario, self.config, self.shape, self.engine = scenario, config, scenario.shape, scenario.engine
-        self.gpu: GPU = scenario.machine
-        self.tp, self.cp, self.ep, self.etp = (sizes[axis] for axis in ("tp", "cp", "ep", "etp"))
-        self.dtype = config.precision.params_dtype
-        self.itemsize = BYTES[self.dtype]
-        self.tokens = config.train.micro_batch_size * config.data.seq_length // self.cp
-        self.sequence_parallel = config.parallel.sequence_parallel and self.tp > 1
-        self.outside = self.tokens // (self.tp if self.sequence_parallel else 1)  # outside of tensor-parallel layers
-        self.width = self.shape.hidden_size * self.itemsize
+        super().__init__(scenario)
+        self.gpu, self.dtype = scenario.machine, self.config.precision.params_dtype
 
     def collective(self, name: str, operation: str, *, num_bytes: float) -> float:
         """Seconds of a collective over the group of an axis."""
@@ -360,8 +351,7 @@ class Layers:
 
     def embedding(self) -> Parts:
         """Look-up of the tokens."""
-        table = self.shape.padded_vocab_size // self.tp * self.shape.hidden_size
-        summed = 12 * table if self.engine.accumulation == "separate" else 0
+        summed = 12 * self.columns * self.shape.hidden_size if self.engine.accumulation == "separate" else 0
         part = self.memory("embedding", 2 * self.tokens * self.width, backward=3 * self.tokens * self.width + summed)
         if self.tp == 1:
             return [part]
@@ -371,12 +361,10 @@ class Layers:
 
     def head(self) -> Parts:
         """The final norm, the output layer and the loss."""
-        local = self.shape.padded_vocab_size // self.tp
         norm = self.memory("final_norm", 2 * self.outside * self.width, backward=3 * self.outside * self.width)
-        logits = self.tokens * local
-        forward, backward = (num_bytes * logits for num_bytes in self.engine.loss_bytes)
+        forward, backward = (num_bytes * self.tokens * self.columns for num_bytes in self.engine.loss_bytes)
         loss = self.memory("loss", forward, backward=backward, launches=(8, 4))
-        return [norm, *self.linear("head", (self.tokens, local, self.shape.hidden_size), mode="column"), loss]
+        return [norm, *self.linear("head", (self.tokens, self.columns, self.shape.hidden_size), mode="column"), loss]
 
     def multi_token(self, layer: int) -> Parts:
         """A layer of multi-token prediction: norms, the joining projection, a block and the head again."""

@@ -19,6 +19,7 @@ from nanotrain.config.tables import read_table
 from nanotrain.errors import ConfigError
 from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.planner.hardware import GPU, Link, as_calibrated
+from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.counts import num_active_parameters
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec, even_shares, stages_of_lengths
@@ -138,6 +139,20 @@ class Scenario:
         return PipelineShape(self.sizes["pp"], self.config.parallel.num_virtual_stages_per_pipeline_rank, number)
 
 
+class RankSizes:
+    """Sizes of what a rank of a scenario computes of one microbatch."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario, self.config, self.shape, self.engine = scenario, scenario.config, scenario.shape, scenario.engine
+        self.tp, self.cp, self.ep, self.etp = (scenario.sizes[axis] for axis in ("tp", "cp", "ep", "etp"))
+        self.itemsize = Precision.of(self.config.precision).params.itemsize  # of activations
+        self.tokens = self.config.train.micro_batch_size * self.config.data.seq_length // self.cp
+        self.sequence_parallel = self.config.parallel.sequence_parallel and self.tp > 1
+        self.outside = self.tokens // (self.tp if self.sequence_parallel else 1)  # outside of tensor-parallel layers
+        self.width = self.shape.hidden_size * self.itemsize  # bytes of a token's hidden state
+        self.columns = self.shape.padded_vocab_size // self.tp  # of the vocabulary
+
+
 @lru_cache(maxsize=256)
 def _ranks(topology: Topology, name: GroupName) -> Sequence[int]:
     members = topology.members(0, name)
@@ -191,12 +206,8 @@ def engine_of(name: str) -> Engine:
         ConfigError: an unknown name.
     """
     if name not in engines():
-        close = nearest_choice(name, engines())
-        raise ConfigError(
-            f"unknown engine {name}",
-            why=f"the engines are {', '.join(engines())}",
-            fix=f"set --engine {close or 'nanotrain'}",
-        )
+        fix = f"set --engine {nearest_choice(name, engines()) or 'nanotrain'}"
+        raise ConfigError(f"unknown engine {name}", why=f"the engines are {', '.join(engines())}", fix=fix)
     return engines()[name]
 
 
