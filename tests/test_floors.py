@@ -4,6 +4,7 @@ Imports inside functions and under TYPE_CHECKING count. A new package gets its l
 """
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,8 +74,13 @@ def package_of(module: str) -> str:
     return next((package for end in (2, 1) if (package := ".".join(parts[:end])) in FLOORS), "")
 
 
-def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+@functools.cache
+def names_in(source: str) -> tuple[tuple[int, str], ...]:
     """Line and dotted name of everything imported or written as module.attribute."""
+    return tuple(walk_names(ast.parse(source)))
+
+
+def walk_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -90,6 +96,7 @@ def last_name(function: ast.expr) -> str:
     return getattr(function, "attr", getattr(function, "id", ""))
 
 
+@functools.cache
 def complaint(path: str, name: str) -> str:
     """What is wrong with a file naming `name`, or nothing."""
     if name.startswith("."):
@@ -110,7 +117,7 @@ def complaint(path: str, name: str) -> str:
 
 def complaints(path: str, source: str) -> list[str]:
     lines = source.splitlines()
-    faults = {(line, why) for line, name in names_in(ast.parse(source)) if (why := complaint(path, name))}
+    faults = {(line, why) for line, name in names_in(source) if (why := complaint(path, name))}
     return [f"{path}:{line}: {lines[line - 1].strip()}   <- {why}" for line, why in sorted(faults)]
 
 
@@ -135,7 +142,7 @@ def import_cycles() -> list[list[str]]:
     graph = {
         name: {
             target
-            for _, imported in names_in(ast.parse(file.read_text()))
+            for _, imported in names_in(file.read_text())
             for target in (imported, imported.rpartition(".")[0])
             if target in modules and target != name
         }

@@ -14,9 +14,13 @@ from nanotrain.planner.search import NAMES, Space, next_change, search
 SMALL = ["+config=llama1b", "--mock-data", "--global-batch-size", "32"]
 
 
-def test_the_fastest_comes_first_fits_and_can_be_run_by_its_settings():
+@pytest.fixture(scope="module")
+def result():
+    return search(load(SMALL).config, 8, gpu=gpu_of("h100"))
+
+
+def test_the_fastest_comes_first_fits_and_can_be_run_by_its_settings(result):
     config, gpu = load(SMALL).config, gpu_of("h100")
-    result = search(config, 8, gpu=gpu)
     times = [found.prediction.time.total for found in result.best]
     assert times == sorted(times) and all(found.prediction.memory.fits for found in result.best)
     chosen = load([*SMALL, *flags_of(result.best[0].values, config).split()]).config
@@ -25,9 +29,8 @@ def test_the_fastest_comes_first_fits_and_can_be_run_by_its_settings():
     assert bytes_of == sorted(bytes_of, reverse=True) and len(set(bytes_of)) == len(bytes_of)
 
 
-def test_no_layout_of_the_search_is_slower_than_one_by_hand():
-    gpu = gpu_of("h100")
-    best = search(load(SMALL).config, 8, gpu=gpu).best[0].prediction.time.total
+def test_no_layout_of_the_search_is_slower_than_one_by_hand(result):
+    gpu, best = gpu_of("h100"), result.best[0].prediction.time.total
     for flags in (["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"], []):
         by_hand = predict(scenario_of(load([*SMALL, *flags]).config, 8, gpu=gpu))
         assert not by_hand.memory.fits or best <= by_hand.time.total * 1.001

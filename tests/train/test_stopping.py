@@ -21,8 +21,8 @@ from nanotrain.train.run import Run
 from tests.harness import HANG_S, run_ranks
 from tests.train.small_run import Spy, arguments, small_run, train
 
-BATCH = 12
-FLAGS = ("--global-batch-size", str(BATCH), "--train-iters", "3", "--seed", "3", "--num-layers", "2")
+BATCH = 8
+FLAGS = ("--global-batch-size", str(BATCH), "--train-iters", "2", "--seed", "3", "--num-layers", "2")
 MOE = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "32"),
     *("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"),
