@@ -34,38 +34,47 @@ WITH_BROWSER = pytest.mark.skipif(
 )
 
 
-@WITH_BROWSER
-@pytest.mark.parametrize("width", [800, 1400])
-def test_a_report_of_two_runs_is_drawn(tmp_path: Path, width: int) -> None:
-    folders = [write_run(tmp_path / "a", moe=expert_load), write_run(tmp_path / "b", steps=3000)]
+def two_runs(folder: Path, *, steps: int = 40) -> list[Path]:
+    """A run of some steps with everything that a page shows, and one of many steps."""
+    folders = [write_run(folder / "a", steps=steps, moe=expert_load), write_run(folder / "b", steps=3000)]
     write_trace(folders[0], gpu_events())
     starts = [{"step": step, "time_s": 1.0, "world_size": step + 1, "changed": {}} for step in (0, 20)]
     (folders[0] / "starts.jsonl").write_text("".join(f"{json.dumps(start)}\n" for start in starts))
     save(read_timeline(folders[0]), folders[0])
+    return folders
+
+
+@WITH_BROWSER
+def test_a_report_of_two_runs_is_drawn(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    write_report([RunHistory.read(folder) for folder in folders], page)
+    write_report([RunHistory.read(folder) for folder in two_runs(tmp_path)], page)
+    done, requests = opened(page.as_uri(), tmp_path, width=1400)
+    found = assert_drawn(done, width=1400)
+    assert int(found["shown"]) < 1000, "ms until the summary is seen"
+    assert done.stdout.count(">resumed on 21 ranks<") == 1, "on the chart of the loss"
+    urls = set(re.findall(r'"url":"(https?://[^"]*)"', requests.read_text()))
+    assert not [url for url in urls if not BROWSERS_OWN.match(url)]
 
-    done, requests = opened(page.as_uri(), tmp_path, width=width)
 
+def assert_drawn(done: subprocess.CompletedProcess[str], *, width: int) -> dict[str, str]:
+    """The page is complete, as wide as the window, and nothing is complained about; returns what it says of itself."""
     charts = re.findall(
         r'<figcaption>[^<]+<span>([^<]*)</span></figcaption><div class="chart[^"]*" id="chart-\d+"', done.stdout
     )
     found = dict(re.findall(r' data-(\w+)="([^"]*)"', re.findall(r"<body[^>]*>", done.stdout)[0]))
     assert found["drawn"] == str(len(charts)) and len(charts) >= 8 and all(charts), "every chart has a unit"
-    assert int(found["shown"]) < 1000, "ms until the summary is seen"
     assert "opened" in found, "ms until the first chart"
-    assert done.stdout.count(">resumed on 21 ranks<") == 1, "on the chart of the loss"
     assert found["overflow"] == "0", f"the page is wider than a window of {width} pixels"
     assert done.stdout.count('class="main-svg"') >= len(charts)
     assert "error" not in found and 'data-title="Share' not in done.stdout
     assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    urls = set(re.findall(r'"url":"(https?://[^"]*)"', requests.read_text()))
-    assert not [url for url in urls if not BROWSERS_OWN.match(url)]
+    return found
 
 
 @WITH_BROWSER
 def test_a_served_page_follows_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, reply = write_run(tmp_path / "a", steps=3), serve.reply
+    runs, reply = two_runs(tmp_path, steps=3), serve.reply
+    folder = runs[0]
 
     def grow(folders: Sequence[Path], path: str) -> tuple[str, bytes] | None:
         """A reply, after the page is there with another row."""
@@ -75,12 +84,12 @@ def test_a_served_page_follows_the_run(tmp_path: Path, monkeypatch: pytest.Monke
         return reply(folders, path)
 
     monkeypatch.setattr(serve, "reply", grow)
-    with serve.open_server([folder], 0) as server:
+    with serve.open_server(runs, 0) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         done, _ = opened(f"http://{serve.LOCALHOST}:{server.server_address[1]}", tmp_path, width=800)
         server.shutdown()
-    assert re.search(r'<body[^>]* data-steps="5"', done.stdout) and "<dd>5 steps" in done.stdout
-    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert re.search(r'<body[^>]* data-steps="5,3000"', done.stdout) and "<td>5 steps of 40, " in done.stdout
+    assert_drawn(done, width=800)
 
 
 def opened(url: str, folder: Path, *, width: int) -> tuple[subprocess.CompletedProcess[str], Path]:

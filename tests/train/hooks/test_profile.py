@@ -123,12 +123,12 @@ def test_an_error_leaves_no_profiler_running_and_no_half_trace(tmp_path):
 
 def test_a_profile_that_ends_while_parameters_are_gathered_leaves_the_heap_whole(tmp_path: Path) -> None:
     # torch 2.13: a transfer begun under the profiler and waited for after it frees memory twice, soon or at exit.
-    overlapped = arguments(tmp_path / "run", "--train-iters 8 --overlap-param-gather --profile")
+    overlapped = arguments(tmp_path / "run", "--train-iters 6 --overlap-param-gather --profile")
     run_ranks(
         2,
         run_command_lines,
         overlapped,
-        arguments(tmp_path / "next", "--train-iters 8"),
+        arguments(tmp_path / "next", "--train-iters 3"),
         threads=False,
         strategy="optim",
     )
