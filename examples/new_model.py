@@ -32,7 +32,7 @@ MODEL = ModelConfig(
     init_method_std=0.1,
 )
 HALF = 8
-STEPS = 151
+STEPS = 101
 
 
 def repeating_batch(size: int) -> Batch:
@@ -55,7 +55,7 @@ def main() -> None:
 
     optimizer = torch.optim.AdamW(stage.parameters(), lr=3e-3)
     for step in range(STEPS):
-        batch = repeating_batch(64)
+        batch = repeating_batch(32)
         loss = stage(None, BatchContext(batch)) / batch.num_target_tokens
         optimizer.zero_grad()
         loss.backward()

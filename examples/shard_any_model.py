@@ -26,7 +26,7 @@ def build(context: ParallelContext) -> ShardedModule:
     """A small Llama, sharded; the same initial weights on every rank."""
     torch.manual_seed(0)
     sizes = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=64
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
     )
     model = LlamaForCausalLM(sizes)
     return ShardedModule(
@@ -44,13 +44,13 @@ def loss_of(sharded: ShardedModule, seed: int) -> torch.Tensor:
 def main(context: ParallelContext, folder: Path) -> None:
     """Train, save, load into a new model and compare."""
     sharded = build(context)
-    for step in range(60):
+    for step in range(30):
         loss = loss_of(sharded, seed=step * context.topology.world_size + context.rank)
         sharded.backward(loss)
         update = sharded.step()
-        if context.rank == 0 and step % 20 == 19:
+        if context.rank == 0 and step % 10 == 9:
             print(f"step {step + 1}  loss {loss.item():.3f}  gradient norm {update.grad_norm:.3f}")
-    checkpoint = sharded.save(folder, step=60)
+    checkpoint = sharded.save(folder, step=30)
     again = build(context)
     again.load(checkpoint)
     with torch.no_grad():

@@ -50,7 +50,7 @@ def train(context: ParallelContext) -> None:
         for name, param in model.named_parameters():
             param.copy_(start[name])
     torch.manual_seed(1 + context.rank)  # each rank reads data of its own
-    for step in range(200):
+    for step in range(100):
         parallel.begin_step()
         for is_last in (False, True):
             x = 6 * torch.rand(64, 1, device=context.device) - 3
@@ -61,9 +61,9 @@ def train(context: ParallelContext) -> None:
         parallel.finish_grad_reduce()
         with torch.no_grad():
             for bucket in parallel.buckets:
-                bucket.params.shard.sub_(2e-3 * (1 - step / 200) * bucket.grads.shard.sign())
+                bucket.params.shard.sub_(2e-3 * (1 - step / 100) * bucket.grads.shard.sign())
         parallel.start_param_gather()
-        if context.rank == 0 and step % 50 == 49:
+        if context.rank == 0 and step % 25 == 24:
             print(f"step {step + 1:3}  loss {loss.item():.4f}")
     sums = all_gather_object([param.double().sum().item() for param in model.parameters()], context.control)
     held = sum(bucket.grads.shard.numel() for bucket in parallel.buckets)
