@@ -87,6 +87,5 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
         return None
     for pattern, peaks in read_table("peak_flops").items():
         if re.search(pattern, device_name):
-            peak: float | None = peaks.get(dtype)
-            return peak
+            return float(peaks[dtype]) if dtype in peaks else None
     return None
