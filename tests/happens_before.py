@@ -27,9 +27,15 @@ from nanotrain.comm import collectives, recorder
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.recorder import InFlight
+from nanotrain.kernels.fp8.products import write_fp8_in_graph
 from nanotrain.kernels.linear import write_in_graph
 from nanotrain.topology.topology import Topology
 from tests.fake_world import fake_context
+
+WRITES = {
+    torch.ops.nanotrain.write_wgrad.default: write_in_graph,
+    torch.ops.nanotrain.write_fp8_wgrad.default: write_fp8_in_graph,
+}
 
 _READS_WITHOUT_DISPATCH = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
 
@@ -52,9 +58,9 @@ class Recorder(recorder.Recorder):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.nanotrain.write_wgrad.default:  # what it reads and writes are operators inside of it
+        if func in WRITES:  # what it reads and writes are operators inside of it
             with self:
-                return write_in_graph._init_fn(*args, **(kwargs or {}))
+                return WRITES[func]._init_fn(*args, **(kwargs or {}))
         if func is with_effects:  # the same in a graph: (token, operator, *arguments) -> (token, result)
             return args[0], self.__torch_dispatch__(args[1], types, args[2:], kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)

@@ -51,10 +51,10 @@ def wgrad(grad: Tensor, x: Tensor, *, add_to: Tensor | None = None) -> Tensor:
         return add_to.addmm_(grad.t(), x)
     if adds_wider(grad.device.type):
         return torch.addmm(add_to, grad.t(), x, out_dtype=add_to.dtype, out=add_to)
-    return _add_cast(add_to, grad.t() @ x)
+    return add_cast(add_to, grad.t() @ x)
 
 
-def _add_cast(total: Tensor, product: Tensor) -> Tensor:
+def add_cast(total: Tensor, product: Tensor) -> Tensor:
     """Add a 16-bit matrix to an fp32 one in place, some rows at a time on CPUs: torch casts it into a copy before."""
     num_rows = max(1, CAST_ELEMENTS // total.shape[1]) if total.device.type == "cpu" else len(total)
     for part, added in zip(total.split(num_rows), product.split(num_rows), strict=True):
@@ -91,11 +91,9 @@ class GradView:
     # the same, with the view in every backward of the wrapper; None: graphs return the gradient to autograd
     start_write_in_graph: Callable[[], tuple[Tensor, bool] | None] | None = None
 
-    def accumulate(self, grad: Tensor, x: Tensor, *, in_graph: bool = False) -> bool:
+    def accumulate(self, grad: Tensor, x: Tensor) -> bool:
         """[T, O], [T, I]: write the product to the view [O, I], or add it there; whether it can be written now."""
-        start_write = self.start_write_in_graph if in_graph else self.start_write
-        assert start_write is not None, "a graph without it returns the gradient"
-        target = start_write()
+        target = self.start_write()
         if target is None:
             return False
         write_wgrad(grad, x, out=target[0], adds=target[1])
@@ -181,8 +179,19 @@ class Linear(nn.Module):
         """[T, O] -> [T, I], as `dgrad`."""
         return dgrad(grad, self.used_weight.detach(), add_to=add_to)
 
+    @property
+    def writes_in_graph(self) -> bool:
+        """Whether a graph can do so."""
+        view = grad_view_of(self.weight) if self.writes_wgrad else None
+        return CAN_TRACE and view is not None and view.start_write_in_graph is not None
+
     def wgrad(self, grad: Tensor, x: Tensor) -> list[Tensor | None]:
         """[T, O], [T, I] -> the gradients of `trained_params`, None for one that was written."""
+        if torch.compiler.is_compiling() and self.weight.requires_grad:
+            if not self.writes_in_graph:
+                return self.param_grads(grad, wgrad(grad, x))
+            write_in_graph(self.weight, (grad, x))
+            return self.param_grads(grad, None)
         view = grad_view_of(self.weight) if self.writes_wgrad else None
         if not self.weight.requires_grad or (view is not None and view.accumulate(grad, x)):
             return self.param_grads(grad, None)
@@ -225,8 +234,7 @@ class Linears:
 
 def in_graph(x: Tensor, linear: Linear) -> Tensor:
     """[..., I] -> [..., O] inside of a graph, whose backward returns no gradient of a weight that it writes."""
-    view = grad_view_of(linear.weight) if linear.writes_wgrad else None
-    if CAN_TRACE and view is not None and view.start_write_in_graph is not None and torch.is_grad_enabled():
+    if linear.writes_in_graph and torch.is_grad_enabled():
         out: Tensor = _LinearInGraph.apply(x, linear.weight, linear.used_bias)
         return out
     return linear.fprop(x)
@@ -249,28 +257,38 @@ class _LinearInGraph(torch.autograd.Function):
 
 @torch.library.custom_op("nanotrain::write_wgrad", mutates_args=())
 def write_in_graph(weight: Tensor, operands: Sequence[Tensor]) -> None:
-    """Write dW = grad^T x of the two operands to the gradient buffer, or add it after the first microbatch.
+    """Write dW = grad^T x of the two operands to the gradient buffer, or add it after the first microbatch."""
+    out, adds = target_in_graph(weight)
+    write_wgrad(*operands, out=out, adds=adds)
+
+
+def target_in_graph(weight: Tensor) -> tuple[Tensor, bool]:
+    """The view of a weight that autograd saved, and whether it holds gradients of this step.
 
     Raises:
         RuntimeError: the backward is not that of a step, so nothing would receive the gradient.
     """
     view = grad_view_in_graph(weight)
-    if view is None or not view.accumulate(*operands, in_graph=True):
+    target = None if view is None or view.start_write_in_graph is None else view.start_write_in_graph()
+    if target is None:
         raise RuntimeError(
             "compiled blocks write weight gradients to the gradient buffer, and this backward is outside of a training"
             " step: use --no-gradient-accumulation-fusion or --no-torch-compile"
         )
+    return target
 
 
-@write_in_graph.register_fake
-def _(weight: Tensor, operands: Sequence[Tensor]) -> None:
-    """The operator has no outputs."""
-
-
-# A compiler removes an operator without outputs and without an effect, and the gradient would be 0. torch 2.10 fails to
-# partition effects of a backward, so its graphs return gradients.
+# torch 2.10 fails to partition effects of a backward, so its graphs return gradients.
 CAN_TRACE = torch.__version__ >= "2.11"  # compared as versions
-if CAN_TRACE:
-    from torch._library.effects import EffectType
 
-    write_in_graph.register_effect(EffectType.ORDERED)
+
+def ordered(operator: Any) -> None:
+    """Keep an operator without outputs in graphs: without an effect a compiler removes it, and gradients would be 0."""
+    operator.register_fake(lambda *_, **__: None)
+    if CAN_TRACE:
+        from torch._library.effects import EffectType
+
+        operator.register_effect(EffectType.ORDERED)
+
+
+ordered(write_in_graph)

@@ -69,11 +69,12 @@ class Attention(nn.Module):
         query, key = self.query_norm(query), self.key_norm(key)
         if self.query_factor != 1.0:
             query = query * self.query_factor
-        rotary = context.rotary[self.has_window] if self.has_rope else None
+        rotary = context.rotary[int(self.has_window)] if self.has_rope else None
         if rotary is not None:
             query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
         scores = self.scores(context, sink=self.softmax_offset, device=query.device)
-        attended = self.core_attention(query, key=key, value=value, mask=context.masks[self.has_window], scores=scores)
+        mask = context.masks[int(self.has_window)]  # torch 2.11 does not trace a bool as an index
+        attended = self.core_attention(query, key=key, value=value, mask=mask, scores=scores)
         return self.dropout(self.output(attended.flatten(2)), context.dropout)
 
 

@@ -72,7 +72,7 @@ class MultiLatentAttention(nn.Module):
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
-        rotary = context.rotary[self.has_window]
+        rotary = context.rotary[int(self.has_window)]
         assert rotary is not None, "validation requires rotary positions with latent attention"
         query, compressed = self._compress(hidden)
         compressed_kv, shared_key = compressed.split(self.compressed_sizes, dim=-1)
@@ -81,7 +81,8 @@ class MultiLatentAttention(nn.Module):
         scores = self.scores(context, sink=None, device=query.device)
         compressed_kv = self.kv_latent_norm(compressed_kv)
         query, key, value = self.up_project(query, compressed_kv, shared_key=shared_key, rotary=rotary)
-        attended = self.core_attention(query, key=key, value=value, mask=context.masks[self.has_window], scores=scores)
+        mask = context.masks[int(self.has_window)]  # torch 2.11 does not trace a bool as an index
+        attended = self.core_attention(query, key=key, value=value, mask=mask, scores=scores)
         return self.dropout(self.output(attended.flatten(2)), context.dropout)
 
     def _compress(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.kernels.compiler import inductor_fault, triton_fault
 from nanotrain.kernels.deferred_wgrad import WgradQueue
 from nanotrain.kernels.fp8.layer import fp8_options, layers_in_bf16
+from nanotrain.kernels.fp8.products import keep_weights
 from nanotrain.log import get_logger, progress
 from nanotrain.memory.block_transforms import WITHOUT_OFFLOAD, transform_blocks
 from nanotrain.memory.recompute import Recompute
@@ -140,7 +141,7 @@ def build_stages(plan: Plan, context: ParallelContext) -> dict[int, BuiltStage]:
 def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> BuiltStage:
     config, precision = plan.config, Precision.of(plan.config.precision)
     wgrad_queue = WgradQueue() if plan.train_schedule.defers_wgrad else None
-    parallel = _model_parallel(config, context, wgrad_queue=wgrad_queue)
+    parallel = _model_parallel(plan, context, wgrad_queue=wgrad_queue)
     module = Stage(config.model, stage.spec, params=stage.params, parallel=parallel)
     data_parallel = tuple(
         DataParallel(
@@ -183,11 +184,20 @@ def data_parallel_options(plan: Plan, buffer: BufferPlan, *, recompute: Recomput
     )
 
 
-def _model_parallel(config: Config, context: ParallelContext, *, wgrad_queue: WgradQueue | None) -> ModelParallel:
+def _model_parallel(plan: Plan, context: ParallelContext, *, wgrad_queue: WgradQueue | None) -> ModelParallel:
     """The groups that the layers of a stage communicate over."""
-    parallel, sequence = config.parallel, context.group("tp_cp")
+    config, sequence = plan.config, context.group("tp_cp")
+    parallel = config.parallel
     attention = AttentionChoice.of(config, AttentionDevice.of(context.device))
-    fp8 = fp8_options(config.precision.fp8, sequence=sequence, capability=compute_capability(context.device))
+    device = context.device
+    is_fused = device.type == "meta" or (device.type == "cuda" and not triton_fault())
+    fp8 = fp8_options(
+        config.precision.fp8,
+        sequence=sequence,
+        capability=compute_capability(device),
+        is_fused=is_fused,
+        keeps_weights=is_fused and plan.keeps_fp8_weights(plan.num_microbatches),
+    )
     return ModelParallel(
         tp=TensorParallel(context.group("tp"), parallel.sequence_parallel, wgrad_queue, fp8),
         core_attention=build_core_attention(parallel.cp_comm_type, context.group("cp"), kernels=attention.kernels()),
@@ -206,6 +216,8 @@ def _transform_blocks(stages: Iterable[Stage], config: Config, *, context: Paral
     for stage in stages:
         transform = partial(transform_blocks, config=resolved, recompute=stage.parallel.recompute)
         stage.layer_functions = transform(stage.layers.values())
+        for block in (*stage.layers.values(), *(layer.block for layer in stage.mtp_layers)):
+            keep_weights(block)
         for layer in stage.mtp_layers:
             layer.block_functions = transform([layer.block], transforms=WITHOUT_OFFLOAD)
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from nanotrain.kernels import triton_permute, triton_softmax, triton_swiglu
+from nanotrain.kernels.fp8 import triton_cast
+from nanotrain.kernels.fp8.quantize import Cast
 from nanotrain.kernels.permute import plan_permutation
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -43,6 +45,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path, request) -> set[str]:
 
     def compile_only(kernel, *args, grid, **options):
         options["warmup"] = True
+        kernel.device_caches.clear()  # it keeps the card of the first launch
         binary = run(kernel, *args, grid=grid, **options)
         assert len(binary.asm["cubin"]) > 0
         names.add(kernel.fn.__name__)
@@ -67,3 +70,24 @@ def test_every_kernel_compiles(compiled: set[str], dtype: torch.dtype) -> None:
     triton_swiglu.swiglu_backward(rows, gate=rows, up=triton_swiglu.swiglu(rows, rows))
     kernels = {**vars(triton_softmax), **vars(triton_permute), **vars(triton_swiglu)}
     assert compiled == {name for name, value in kernels.items() if isinstance(value, triton.JITFunction)}
+
+
+# blocks of the recipes that a card has: torch multiplies tiles of 128 on Hopper, MX on Blackwell
+FP8_BLOCKS = [(90, (None, None)), (90, (1, None)), (90, (1, 128)), (90, (128, 128)), (100, (1, 32))]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("compiled", "block"), FP8_BLOCKS, indirect=["compiled"])
+def test_casts_to_fp8_compile(compiled: set[str], block: tuple[int | None, int | None]) -> None:
+    x, inverse = torch.randn(64, 256).bfloat16(), torch.ones(1) if block == (None, None) else None
+    how = Cast(block, torch.float8_e4m3fn, power_of_two=inverse is None, columns=True)
+    triton_cast.cast(x, how, inverse=inverse, measures=inverse is not None)
+    assert compiled == ({"_cast"} if block != (1, None) else {"_cast", "_amax"})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compiled", [80], indirect=True)
+def test_a_card_without_fp8_has_no_casts(compiled: set[str]) -> None:
+    with pytest.raises(Exception, match="fp8e4nv not supported"):
+        triton_cast.cast(torch.randn(64, 256), Cast((128, 128), torch.float8_e4m3fn, power_of_two=True))
+    assert not compiled

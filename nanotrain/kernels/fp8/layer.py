@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.config.config import Fp8Config
-from nanotrain.kernels.fp8.quantize import Quantized, inverse_scales
+from nanotrain.kernels.fp8.quantize import Forms, Quantized, inverse_scales
 from nanotrain.precision.fp8 import FP8_FORMATS, GROUPED_CAPABILITY, RECIPES, Block, Fp8Dtypes, Recipe
 
 # The largest amaxes over the ranks that share a tensor: [number of tensors, E of this rank] -> the same shape.
@@ -61,6 +61,8 @@ class Fp8Options:
     history_length: int = 1  # delayed
     uses_largest: bool = False  # delayed: the largest amax of the history instead of the newest
     has_grouped_mm: bool = False  # whether the device multiplies all experts in one product, with scales per row
+    is_fused: bool = False  # whether kernels of Triton cast operands
+    keeps_weights: bool = False  # whether weights are cast once per step
     reduce_amax: ReduceAmax | None = None  # one scale per tensor: over the ranks that share one; None: not shared
 
     def dtype(self, operand: Operand) -> torch.dtype:
@@ -95,6 +97,8 @@ class Fp8Layer(nn.Module):
         super().__init__()
         self.options, self.experts = options, experts or ExpertRange(0, 1, 1)
         self.stored: StoredWeight | None = None  # the weight in fp8, if it is kept so
+        # the weight, cast in this step, for the products that sum over its columns and over its rows
+        self.kept: Forms | None = None
         self.has_history = False  # whether `history` has amaxes of an earlier step
         shape = (len(Operand), self.experts.num_global)
         keeps = options.recipe.has_history
@@ -110,13 +114,17 @@ class Fp8Layer(nn.Module):
 
     def inverse_scales(self, operand: Operand, amax: Tensor) -> Tensor:
         """The inverse scales [E of this rank] for tensors with these amaxes."""
-        dtype, used = self.options.dtype(operand), amax
-        if self.history is not None:
-            history = self._local(self.history[operand])
-            earlier = history.amax(-1) if self.options.uses_largest else history[:, 0]
-            used = torch.where(earlier > 0, earlier, amax)
+        dtype, earlier = self.options.dtype(operand), self.earlier_amax(operand)
+        used = amax if earlier is None else torch.where(earlier > 0, earlier, amax)
         inverse = inverse_scales(used, dtype, power_of_two=False) * 2.0**self.options.margin
         return torch.where(amax.isfinite(), inverse, torch.nan)  # clamping must not hide an overflow
+
+    def earlier_amax(self, operand: Operand) -> Tensor | None:
+        """[E of this rank], from the history; 0 without one, None where scales do not follow from it."""
+        if self.history is None:
+            return None
+        history = self._local(self.history[operand])
+        return history.amax(-1) if self.options.uses_largest else history[:, 0]
 
     def weight_scales(self, amax: Tensor) -> Tensor:
         """The inverse scales of a weight, from the amaxes [E, O / o, I / i] of its blocks (o, i)."""
@@ -161,7 +169,12 @@ class SharedAmax:
 
 
 def fp8_options(
-    fp8: Fp8Config | None, *, sequence: Group, capability: tuple[int, int] | None = None
+    fp8: Fp8Config | None,
+    *,
+    sequence: Group,
+    capability: tuple[int, int] | None = None,
+    is_fused: bool = False,
+    keeps_weights: bool = False,
 ) -> Fp8Options | None:
     """The options of dense layers; None without fp8.
 
@@ -169,6 +182,8 @@ def fp8_options(
         fp8: section of the configuration; None for no layer in fp8.
         sequence: ranks that hold the tokens of one sequence (tp x cp).
         capability: CUDA compute capability; None on a CPU, which emulates every product.
+        is_fused: whether Triton kernels can run.
+        keeps_weights: whether weights are cast once per step, and kept in fp8 beside those in params_dtype.
     """
     if fp8 is None:
         return None
@@ -181,6 +196,8 @@ def fp8_options(
         history_length=fp8.amax_history_len,
         uses_largest=fp8.amax_compute_algo == "max",
         has_grouped_mm=capability in (None, GROUPED_CAPABILITY),
+        is_fused=is_fused,
+        keeps_weights=keeps_weights,
         reduce_amax=_share(recipe, sequence, etp=Group.single_rank("etp")),
     )
 
@@ -191,7 +208,8 @@ def expert_fp8_options(
     """The options of an MoE layer's experts, from those of dense layers; None without fp8."""
     if options is None:
         return None
-    return replace(options, reduce_amax=_share(options.recipe, sequence, etp=etp, experts=experts))
+    reduce_amax = _share(options.recipe, sequence, etp=etp, experts=experts)
+    return replace(options, reduce_amax=reduce_amax, is_fused=False)
 
 
 def _share(

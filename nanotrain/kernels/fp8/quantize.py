@@ -3,6 +3,7 @@
     block_amax       x [R, K] -> the amax of each block
     inverse_scales   amaxes -> the factors that turn fp8 values back
     quantize         x, inverse scales -> `Quantized`
+    cast             the steps above in one, for x and x transposed; kernels/fp8/triton_cast.py is the kernel of it
 
     x [R, K]                 amax, inverse scales      block (1, None): one per row
     +-----+-----+-----+      +---+---+---+             block (None, None): one
@@ -36,6 +37,34 @@ class Quantized:
     def dequantize(self) -> Tensor:
         """[R, K] fp32."""
         return self.values.float() * _expand(self.inverse_scales, self.values.shape, block=self.block)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How an operand is cast, and for which products."""
+
+    block: Block
+    dtype: torch.dtype
+    power_of_two: bool = False
+    rows: bool = True  # as it is, for products that sum over its columns
+    columns: bool = False  # transposed, for those that sum over its rows
+
+
+Forms = tuple[Quantized | None, Quantized | None]
+
+
+def cast(x: Tensor, how: Cast, *, inverse: Tensor | None = None) -> Forms:
+    """Both forms of x [R, K]; `inverse` [1] is the scale of the whole tensor, None where a recipe has blocks."""
+    forms: list[Quantized | None] = [None, None]
+    for index, (is_wanted, matrix) in enumerate(((how.rows, x), (how.columns, x.t()))):
+        if is_wanted:
+            scales = inverse
+            if scales is None:
+                scales = inverse_scales(block_amax(matrix, how.block), how.dtype, power_of_two=how.power_of_two)
+            forms[index] = quantize(
+                matrix, scales.view(1, 1) if inverse is not None else scales, block=how.block, dtype=how.dtype
+            )
+    return forms[0], forms[1]
 
 
 def block_amax(x: Tensor, block: Block) -> Tensor:

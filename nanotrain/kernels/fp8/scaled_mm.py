@@ -19,7 +19,7 @@ emulate them: fp8 values are multiplied exactly and summed in fp32.
     padded       | expert 0 |..| expert 1       |.| dropped | ...      torch sums over multiples of 16 tokens
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from nanotrain.kernels.fp8.quantize import Quantized
 from nanotrain.kernels.grouped import GroupedMM
+from nanotrain.kernels.linear import add_cast
 from nanotrain.precision.fp8 import Block
 
 ALIGNMENT = 16  # torch's kernels take sizes that are multiples of this; M and K are padded here, K also to whole blocks
@@ -38,7 +39,44 @@ def scaled_mm(a: Quantized, b: Quantized, *, dtype: torch.dtype) -> Tensor:
     """[M, K], [N, K] -> [M, N] in `dtype`; without tokens (an expert that no token chose) empty or zero."""
     if a.values.numel() == 0:
         return torch.zeros(len(a.values), len(b.values), dtype=dtype, device=a.values.device)
-    return multiply_by_kernel(a, b, dtype=dtype) if a.values.is_cuda else emulate(a, b, dtype=dtype)
+    if a.values.device.type == "cpu":
+        return emulate(a, b, dtype=dtype)
+    operands, blocks = packed(a, b)
+    return fp8_mm(operands, blocks=blocks, dtype=dtype)
+
+
+@torch.library.custom_op("nanotrain::fp8_mm", mutates_args=())
+def fp8_mm(operands: Sequence[Tensor], *, blocks: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """`multiply_by_kernel` as a node of graphs: torch's compiler has no form of its own for most blocks."""
+    a, b = unpacked(operands, blocks)
+    return multiply_by_kernel(a, b, dtype=dtype)
+
+
+def packed(a: Quantized, b: Quantized) -> tuple[list[Tensor], list[int]]:
+    """Two matrices as operators take them: tensors, and sizes of blocks with 0 for all."""
+    return [a.values, a.inverse_scales, b.values, b.inverse_scales], [size or 0 for size in (*a.block, *b.block)]
+
+
+def unpacked(operands: Sequence[Tensor], blocks: Sequence[int]) -> tuple[Quantized, Quantized]:
+    """The inverse of `packed`."""
+    (a, scales_a, b, scales_b), sizes = operands, [size or None for size in blocks]
+    return Quantized(a, scales_a, (sizes[0], sizes[1])), Quantized(b, scales_b, (sizes[2], sizes[3]))
+
+
+@fp8_mm.register_fake
+def _(operands: Sequence[Tensor], *, blocks: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return operands[0].new_empty((len(operands[0]), len(operands[2])), dtype=dtype)
+
+
+def write_scaled_mm(a: Quantized, b: Quantized, *, out: Tensor, adds: bool) -> None:
+    """[M, K], [N, K] -> `out` [M, N]; written, or added to what it holds."""
+    is_wide = a.values.device.type == "cpu" or a.block == (None, None)  # kernels of other blocks return bf16
+    if adds:
+        add_cast(out, scaled_mm(a, b, dtype=torch.bfloat16 if out.is_cuda else out.dtype))
+    elif is_wide and out.is_cuda and len(a.values) % ALIGNMENT == 0:
+        multiply_by_kernel(a, b, dtype=out.dtype, out=out)
+    else:
+        out.copy_(scaled_mm(a, b, dtype=out.dtype if is_wide else torch.bfloat16))
 
 
 def emulate(a: Quantized, b: Quantized, *, dtype: torch.dtype) -> Tensor:
@@ -49,28 +87,22 @@ def emulate(a: Quantized, b: Quantized, *, dtype: torch.dtype) -> Tensor:
     return (a.dequantize() @ b.dequantize().t()).to(dtype)
 
 
-def multiply_by_kernel(a: Quantized, b: Quantized, *, dtype: torch.dtype) -> Tensor:
-    """The product by torch's kernel; the devices of each recipe are in precision/fp8.py."""
+def multiply_by_kernel(a: Quantized, b: Quantized, *, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """The product by torch's kernel, in `out` where it is given; precision/fp8.py has the devices of each recipe."""
     num_rows, a = len(a.values), _pad_rows(a)
     # Only the kernels with one scale per tensor have fp32 results on all devices.
     kernel_dtype = dtype if a.block == (None, None) else torch.bfloat16
     functional: Any = F
     scaling, swizzle = functional.ScalingType, functional.SwizzleType
     (name_a, layout_a), (name_b, layout_b) = _LAYOUTS[a.block], _LAYOUTS[b.block]
-    swizzles = swizzle.SWIZZLE_32_4_4 if a.block == (1, 32) else swizzle.NO_SWIZZLE
-    scales_b = layout_b(b.inverse_scales)
-    out: Tensor = functional.scaled_mm(
-        _pad_k(a),
-        _pad_k(b).t(),
-        layout_a(a.inverse_scales),
-        getattr(scaling, name_a),
-        scales_b.t() if b.block == (1, None) else scales_b,
-        getattr(scaling, name_b),
-        swizzles,
-        swizzles,
-        output_dtype=kernel_dtype,
-    )
-    return out[:num_rows].to(dtype)
+    swizzles = [(swizzle.SWIZZLE_32_4_4 if a.block == (1, 32) else swizzle.NO_SWIZZLE).value]
+    recipe_a, recipe_b = ([getattr(scaling, name).value] for name in (name_a, name_b))
+    scales_a, scales_b = [layout_a(a.inverse_scales)], layout_b(b.inverse_scales)
+    scales_b = scales_b.t() if b.block == (1, None) else scales_b
+    given = (_pad_k(a), _pad_k(b).t(), scales_a, recipe_a, swizzles, [scales_b], recipe_b, swizzles, None, kernel_dtype)
+    multiply: Any = torch.ops.aten._scaled_mm_v2
+    product: Tensor = multiply(*given) if out is None else multiply.out(*given, out=out)
+    return product[:num_rows].to(dtype)
 
 
 def swizzle_32_4_4(scales: Tensor) -> Tensor:
@@ -98,14 +130,23 @@ _LAYOUTS: dict[Block, tuple[str, Callable[[Tensor], Tensor]]] = {
     (1, None): ("RowWise", torch.Tensor.contiguous),
     (1, 128): ("BlockWise1x128", _column_major),
     (128, 128): ("BlockWise128x128", _transposed_tiles),
-    (1, 32): ("BlockWise1x32", lambda scales: swizzle_32_4_4(scales).to(torch.float8_e8m0fnu)),
+    (1, 32): ("BlockWise1x32", lambda scales: scales if is_swizzled(scales) else _swizzled(scales)),
 }
+
+
+def is_swizzled(scales: Tensor) -> bool:
+    """Whether a kernel has cast the operand, and written its scales in the order of cuBLAS."""
+    return scales.dtype is torch.float8_e8m0fnu
+
+
+def _swizzled(scales: Tensor) -> Tensor:
+    return swizzle_32_4_4(scales).to(torch.float8_e8m0fnu)
 
 
 def _pad_rows(quantized: Quantized) -> Quantized:
     """Rows of zeros at the end: the tokens of an expert are any number."""
     scales, padding = quantized.inverse_scales, (0, 0, 0, -len(quantized.values) % ALIGNMENT)
-    scales = F.pad(scales, padding) if quantized.block[0] == 1 else scales
+    scales = F.pad(scales, padding) if quantized.block[0] == 1 and not is_swizzled(scales) else scales
     return Quantized(_pad(quantized.values, padding), scales, quantized.block)
 
 

@@ -20,7 +20,8 @@
 Backward is the transpose: `enter` sums gradients, `leave` copies or gathers them. Both variants send the same bytes.
 
 A layer chooses its implementation when it is built. On one rank, without deferred weight gradients and fp8, it is
-torch's operator (`_on_one_rank`). Otherwise communication is overlapped with the products (`_parallel`):
+torch's operator (`_on_one_rank`), in fp8 and compiled a part of the graph (`_in_fp8`). Otherwise communication is
+overlapped with the products (`_parallel`):
 
     forward     enter x                      y_i = x W_i^T + b_i
     backward    start all-gather of x        dx = sum_i dy_i W_i           (dgrad) while x is gathered
@@ -50,7 +51,7 @@ from nanotrain.comm.group import Group
 from nanotrain.comm.work import Work
 from nanotrain.kernels.deferred_wgrad import WgradQueue, is_deferring
 from nanotrain.kernels.fp8.layer import Fp8Layer, Fp8Options
-from nanotrain.kernels.fp8.products import Fp8Linears
+from nanotrain.kernels.fp8.products import Fp8Linears, fp8_in_graph
 from nanotrain.kernels.linear import Linear, Linears, in_graph
 
 SEQUENCE = 1  # the dim of [B, S, H] that sequence parallelism shards
@@ -184,7 +185,9 @@ def _fp8_layer(tensor_parallel: TensorParallel) -> Fp8Layer | None:
 
 def _choose(tensor_parallel: TensorParallel, *, is_plain: bool) -> ComputeLinears:
     """The implementation of layers, chosen when they are built."""
-    return partial(_on_one_rank if is_plain else _parallel, tensor_parallel=tensor_parallel)
+    fp8, is_local = tensor_parallel.fp8, tensor_parallel.group.size == 1 and tensor_parallel.wgrad_queue is None
+    in_fp8 = _in_fp8 if fp8 is not None and fp8.reduce_amax is None and is_local else _parallel
+    return partial(_on_one_rank if is_plain else in_fp8, tensor_parallel=tensor_parallel)
 
 
 def _on_one_rank(x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel) -> tuple[Tensor, ...]:
@@ -194,6 +197,13 @@ def _on_one_rank(x: Tensor, layers: Sequence[Linear], *, tensor_parallel: Tensor
     if torch.is_grad_enabled() and any(layer.writes_wgrad for layer in layers):
         return _parallel(x, layers, tensor_parallel=tensor_parallel)
     return tuple(layer.fprop(x) for layer in layers)
+
+
+def _in_fp8(x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel) -> tuple[Tensor, ...]:
+    """Without communication."""
+    if torch.compiler.is_compiling():
+        return fp8_in_graph(x, layers)
+    return _parallel(x, layers, tensor_parallel=tensor_parallel)
 
 
 @eager  # collectives and the wgrad queue stay out of compiled graphs

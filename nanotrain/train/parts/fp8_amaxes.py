@@ -1,4 +1,4 @@
-"""Delayed scaling in fp8: the amaxes of every step are appended to histories, which checkpoints keep."""
+"""fp8 between steps: casts of weights end; with delayed scaling amaxes enter histories, which checkpoints keep."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -28,9 +28,15 @@ class Fp8Amaxes(StepPart):
         self._groups = groups["tp"], groups["dp_cp"]  # together all ranks of a stage
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
+        self._forget_weights()
         for stage in self._stages.values():
             update_amax_histories(stage, self._groups)
         return sums
+
+    def _forget_weights(self) -> None:
+        for module in (module for stage in self._stages.values() for module in stage.modules()):
+            if isinstance(module, Fp8Layer):
+                module.kept = None
 
     def tensors(self) -> dict[TensorBox, Tensor]:
         return {
@@ -48,6 +54,7 @@ class Fp8Amaxes(StepPart):
 
     def restored(self, missing: Collection[TensorBox], *, checkpoint: Path | None) -> None:
         """Empty the histories that were not read, and let every layer check whether its history has values."""
+        self._forget_weights()
         histories = self.tensors()
         new = [history for box, history in histories.items() if box in missing]
         for history in new:

@@ -27,7 +27,7 @@ from nanotrain.quantities import describe_bytes
 from nanotrain.topology.topology import Topology
 from nanotrain.train.compile import with_compile
 from nanotrain.train.plans.activations import INT64, Activations
-from nanotrain.train.plans.plan import Plan, plan_run
+from nanotrain.train.plans.plan import Plan, plan_run, with_fp8_products
 
 # A run is refused only if the exact part and this share of the activations exceed the memory: the estimate is within
 # 10 %, and a compiled block may save only half.
@@ -114,9 +114,12 @@ def plan_memory(
     staged = resident.params + resident.optimizer if device == "cpu" and config.checkpoint.async_save else 0
     granularity = config.memory.recompute_granularity
     messages = 2 * MAX_SENDS * kept.outside * kept.width if pp_size > 1 else 0
+    in_fp8 = 0  # weights as they are and transposed
+    if device == "cuda" and plan.keeps_fp8_weights(count):
+        in_fp8 = 2 * sum(p.box.numel for stage in plan.stages for p in with_fp8_products(stage.params, config))
     return MemoryPlan(
         pp_rank=pp_rank,
-        params=resident.params,
+        params=resident.params + in_fp8,
         grads=resident.grads,
         optimizer=resident.optimizer,
         activations=peak.activations,

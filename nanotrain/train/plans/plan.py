@@ -110,6 +110,11 @@ class Plan:
         """What data parallelism shards, reduces and gathers; the run uses the same options for every buffer."""
         return DataParallelOptions.of(self.config.parallel, self.config.precision)
 
+    def keeps_fp8_weights(self, num_microbatches: int) -> bool:
+        """Whether GPUs cast weights once per step for fp8 products, and keep them so until its end."""
+        fp8, is_whole = self.config.precision.fp8, not self.data_parallel.strategy.shard_params
+        return fp8 is not None and not fp8.param_gather and is_whole and num_microbatches > 1
+
     def _gathered_numel(self, layout: BufferLayout) -> int:
         if self.data_parallel.num_gather_blocks:
             return sum(layout.gather_blocks(self.data_parallel.num_gather_blocks).numel.values())
@@ -326,9 +331,15 @@ def fp8_gathered(params: Sequence[LocalParam], config: Config) -> Iterator[str]:
     fp8 = config.precision.fp8
     if fp8 is None or not fp8.param_gather:
         return
-    in_bf16 = {f"layers.{layer}" for layer in layers_in_bf16(fp8, config.model.num_layers)}
     is_per_tensor = RECIPES[fp8.recipe].is_per_tensor
-    for spec in (param.spec for param in params):
+    for spec in (param.spec for param in with_fp8_products(params, config)):
         has_rows_of_ranks = "tp" in spec.grad_sum_axes and not is_per_tensor
-        if spec.in_fp8 and spec.unit.startswith("layers.") and spec.unit not in in_bf16 and not has_rows_of_ranks:
+        if spec.unit.startswith("layers.") and not has_rows_of_ranks:
             yield spec.name
+
+
+def with_fp8_products(params: Sequence[LocalParam], config: Config) -> list[LocalParam]:
+    """The weights of fp8 products."""
+    in_bf16 = {f"layers.{layer}" for layer in layers_in_bf16(config.precision.fp8, config.model.num_layers)}
+    has_fp8 = config.precision.fp8 is not None
+    return [param for param in params if has_fp8 and param.spec.in_fp8 and param.spec.unit not in in_bf16]

@@ -1,0 +1,59 @@
+"""Bytes per element that casts to fp8 move, by torch's operators and by kernels: `python benchmarks/fp8_bytes.py`.
+
+An operand [4096, 4096] in bf16 on the meta device, as it is and with its transposed form, amaxes and scales included.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # where a test loads this file by its path
+from operator_count import OperatorCount
+
+from nanotrain.kernels.fp8.layer import Fp8Layer, Fp8Options, Operand
+from nanotrain.kernels.fp8.products import Scales
+from nanotrain.precision.fp8 import FP8_FORMATS, RECIPES
+
+SIZE = 4096
+
+
+class Total:
+    """The bytes and operators of a count."""
+
+    def __init__(self) -> None:
+        self.num_bytes, self.launches = 0.0, 0
+
+    def add(self, name: str, *, num_bytes: float = 0.0, launches: int = 1, times: int = 1, **_: float) -> None:
+        """Count an operator."""
+        self.num_bytes, self.launches = self.num_bytes + num_bytes, self.launches + launches
+
+
+def counted(recipe: str, *, is_fused: bool, columns: bool) -> Total:
+    """One operand of a layer whose history has an amax."""
+    options = replace(Fp8Options(RECIPES[recipe], FP8_FORMATS["e4m3"]), is_fused=is_fused)
+    scales = Scales([Fp8Layer(options).to("meta")], records=True)
+    x, total = torch.empty(SIZE, SIZE, dtype=torch.bfloat16, device="meta"), Total()
+    with OperatorCount(total, times=1):
+        if options.recipe.is_per_tensor:
+            scales.set({(0, Operand.GRAD): scales.amax(x, Operand.GRAD)})
+        scales.cast(x, Operand.GRAD, columns=columns)
+    return total
+
+
+def main(show: Callable[[str], None] = print) -> None:
+    """Print a row per recipe."""
+    show("| recipe | torch: one form | both | operators | kernels: one form | both | operators |")
+    show(f"|---{6 * '|---:'}|")
+    for recipe in RECIPES:
+        cells = []
+        for is_fused in (False, True):
+            found = [counted(recipe, is_fused=is_fused, columns=columns) for columns in (False, True)]
+            cells += [f"{each.num_bytes / SIZE**2:.1f}" for each in found] + [str(found[1].launches)]
+        show(f"| {recipe} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""fp8 products inside of one compiled graph have the bits of those outside of graphs."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanotrain.kernels import linear
+from nanotrain.kernels.fp8.layer import Fp8Layer, Fp8Options
+from nanotrain.kernels.fp8.products import keep_weights
+from nanotrain.kernels.linear import GradView, attach
+from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
+from tests.kernels.fp8.test_products import draw, options
+
+H, INNER, STEPS = 32, 48, 2
+
+
+class Block(nn.Module):
+    """A gated MLP in fp8 with one bias."""
+
+    def __init__(self, fp8: Fp8Options) -> None:
+        super().__init__()
+        parallel = replace(TensorParallel.single_rank(), fp8=fp8)
+        weights = [nn.Parameter(draw(*shape, seed=seed).bfloat16()) for seed, shape in enumerate(3 * [(INNER, H)])]
+        bias = nn.Parameter(draw(INNER, seed=5).bfloat16())
+        self.gate = ColumnParallelLinear(weights[0], bias, tensor_parallel=parallel)
+        self.up = ColumnParallelLinear(weights[1], None, tensor_parallel=parallel)
+        down = nn.Parameter(weights[2].detach().t().contiguous())
+        self.down = RowParallelLinear(down, None, tensor_parallel=parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = column_parallel(x, (self.gate, self.up))
+        return x + self.down(F.silu(gate) * up)
+
+
+def trained(fp8: Fp8Options, *, is_compiled: bool, writes: bool) -> list[Tensor]:
+    """Outputs, gradients and histories of two steps of two microbatches through two blocks."""
+    torch._dynamo.reset()
+    blocks, found = [Block(fp8), Block(fp8)], []
+    buffers = {param: torch.zeros(param.shape) for block in blocks for param in block.parameters() if param.dim() == 2}
+    num_written = dict.fromkeys(buffers, 0)
+    for block in blocks:
+        keep_weights(block)
+        if is_compiled:
+            block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)  # type: ignore[method-assign]
+
+    def start_write(param: Tensor) -> tuple[Tensor, bool]:
+        num_written[param] += 1
+        return buffers[param], num_written[param] > 1
+
+    if writes:
+        for param in buffers:
+            start = partial(start_write, param)
+            attach(GradView(torch.float32, start, lambda: None, start), param)
+    layers = [module for block in blocks for module in block.modules() if isinstance(module, Fp8Layer)]
+    for step in range(STEPS):
+        for microbatch in range(2):
+            x = draw(2, 8, H, seed=10 * step + microbatch).bfloat16().requires_grad_()
+            out = blocks[1](blocks[0](x))
+            out.backward(draw(*out.shape, seed=100 + microbatch).bfloat16())
+            assert x.grad is not None
+            found += [out.detach(), x.grad]
+            assert all((layer.kept is not None) == fp8.keeps_weights for layer in layers)
+        for layer in layers:
+            layer.kept = None
+            if layer.step_amax is not None:
+                found.append(layer.step_amax.clone())
+                layer.update(layer.step_amax.clone())
+    grads = [param.grad for block in blocks for param in block.parameters() if param.grad is not None]
+    assert len(grads) == (2 if writes else 8), "a graph returns what it does not write"
+    return [*found, *grads, *buffers.values()]
+
+
+CASES = [
+    ("delayed", {}),
+    ("delayed", {"keeps_weights": True}),
+    ("rowwise", {"wgrad": False}),
+    ("blockwise", {"keeps_weights": True}),
+]
+
+
+@pytest.mark.parametrize(("recipe", "more"), CASES, ids=str)
+def test_a_graph_has_the_bits_of_the_products_outside(recipe: str, more: dict[str, bool]) -> None:
+    torch._dynamo.utils.counters.clear()
+    both = [trained(options(recipe, **more), is_compiled=flag, writes=linear.CAN_TRACE) for flag in (False, True)]
+    assert all(torch.equal(eager, graph) for eager, graph in zip(*both, strict=True))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "blocks share it"
