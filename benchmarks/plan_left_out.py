@@ -2,13 +2,13 @@
 
     python benchmarks/plan_left_out.py                # a sample: benchmarks/data/published_runs.tsv
     python benchmarks/plan_left_out.py FILE.tsv       # a minute of one core for 1,425 rows
-    python benchmarks/plan_left_out.py FILE.tsv --halves        # three minutes: nanotron's constants alone
+    python benchmarks/plan_left_out.py FILE.tsv --halves        # five minutes: nanotron's constants alone
 
 as shipped   median error with the constants of nanotrain/planner/data
 left out     with those fitted to the other sources alone:
              - the reachable share of a GPU is the largest product measured on it (stas00/ml-engineering@744d01e), times
-               a factor by architecture and bits that is fitted here. Where no other source has that architecture and
-               bits, the factor is that of the same architecture and other bits, else of other architectures
+               a factor by architecture and bits that is fitted here. Where other sources have fewer than three runs of
+               them, the factor is that of the same architecture and other bits, else of other architectures
              - what was fitted of an engine to runs of this source only has the value of an engine without fits
 MFU          median error of one MFU for all runs: the median of the other sources' medians, and the source's own
 
@@ -45,6 +45,7 @@ LARGEST = {
     "b200": (0.776, 0.763),
     "gb200": (0.729, 0.723),
 }  # 16, 8 bits
+MIN_RUNS = 3  # of other sources, to fit a factor to
 FACTORS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
 BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "fp8_block": 8, "mxfp8": 8, "nvfp4": 4}
 PLAIN = {  # what an engine has of these fields without a fit
@@ -133,7 +134,7 @@ def factors_without(source: str, runs: Sequence[Run], logs: Mapping[str, Sequenc
             and not run.source.startswith(FITTED_TO["nanotron"])
         ):
             known[kind].append(logs[run.cells["id"]])
-    found = {kind: fit(each) for kind, each in known.items()}
+    found = {kind: fit(each) for kind, each in known.items() if len(each) >= MIN_RUNS}
     factors = {}
     for name in ARCHITECTURES.values():
         for bits in (16, 8, 4):

@@ -29,11 +29,14 @@ def test_the_fit_finds_the_factor(left_out: ModuleType) -> None:
 
 
 def test_another_architecture_stands_in(left_out: ModuleType) -> None:
-    gpu = {"a": "A100", "b": "H100"}
-    runs = [left_out.Run({"id": name, "source": name, "hardware": gpu[name]}, None) for name in gpu]
-    logs = {name: [log(0.8 / factor) for factor in left_out.FACTORS] for name in gpu} | {"b": [0.0] * 6}
+    gpus_of = {"a": "A100", "b": "H100", "c": "B200"}
+    cells = [{"id": f"{name}{run}", "source": name, "hardware": gpus_of[name]} for name in "aabbbcc" for run in (1, 2)]
+    runs = [left_out.Run(each, None) for each in cells]
+    logs = {each["id"]: [log((0.9 if each["source"] == "b" else 0.8) / x) for x in left_out.FACTORS] for each in cells}
     without = left_out.factors_without("b", runs, logs)
-    assert without["a100", 16] == without["h100", 16] == without["blackwell", 4] == pytest.approx(0.8)
+    assert without["a100", 16] == without["h100", 16] == without["h100", 8] == pytest.approx(0.8)
+    few = left_out.factors_without("a", runs[:8], logs)  # four of b alone
+    assert few["blackwell", 4] == few["a100", 16] == pytest.approx(0.9)
 
 
 def test_every_source_has_a_line(left_out: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
