@@ -11,6 +11,7 @@ Init, clipping, optimizer state, checkpoints and Hugging Face files name a part 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import add, ge, sub
 from typing import Self
 
 
@@ -38,7 +39,7 @@ class Box:
     @property
     def shape(self) -> tuple[int, ...]:
         """Elements along every dim."""
-        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def numel(self) -> int:
@@ -51,9 +52,8 @@ class Box:
 
     def intersect(self, other: "Box") -> "Box | None":
         """The elements in both boxes, or None if there are none."""
-        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
-        stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
-        if any(a >= b for a, b in zip(start, stop, strict=True)):
+        start, stop = tuple(map(max, self.start, other.start)), tuple(map(min, self.stop, other.stop))
+        if any(map(ge, start, stop)):
             return None
         return Box(start, stop)
 
@@ -65,10 +65,7 @@ class Box:
 
     def shifted(self, offset: Sequence[int]) -> "Box":
         """This box moved by `offset`, one number per dim."""
-        return Box(
-            tuple(a + d for a, d in zip(self.start, offset, strict=True)),
-            tuple(a + d for a, d in zip(self.stop, offset, strict=True)),
-        )
+        return Box(tuple(map(add, self.start, offset)), tuple(map(add, self.stop, offset)))
 
 
 @dataclass(frozen=True)
