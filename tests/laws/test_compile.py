@@ -17,17 +17,27 @@ from nanotrain.memory import block_transforms
 from nanotrain.model.context import BatchContext
 from nanotrain.topology.topology import Topology
 from tests.harness import SHORT_NAMES, parallel_config, run_ranks
-from tests.laws.worlds import SEQ_LENGTH, Case, Outcome, train_here
+from tests.laws.worlds import SEQ_LENGTH, Case, Outcome, config_of, train_here
 from tests.model.building import MODELS, build, random_batch
 
 EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
-# Every graph of a block with many breaks is traced: there the backend only runs what was traced, which takes half as
-# long as differentiating it too.
-ROWS = [
-    ("aot_eager", {"strategy": "no_shard"}, {}),
-    ("aot_eager", {"strategy": "optim_grads_params"}, EXPERTS),
-    ("eager", {"strategy": "optim", "tp": 2}, {}),
-]
+SMALL = Case(2).but(model={"num_layers": 1}, train={"global_batch_size": 4, "micro_batch_size": 2})
+# Of two ranks, with the backend. Every graph of a block with many breaks is traced: there the backend only runs what
+# was traced, in half the time of differentiating it too.
+ROWS: dict[str, tuple[Case, str]] = {
+    "dp moe": (SMALL.but(parallel={SHORT_NAMES["strategy"]: "optim_grads_params"}, model=EXPERTS), "aot_eager"),
+    "tp": (SMALL.but(parallel={SHORT_NAMES["strategy"]: "optim", SHORT_NAMES["tp"]: 2}), "eager"),
+    "ring, sequences of varying length": (
+        SMALL.but(
+            parallel={SHORT_NAMES["cp"]: 2},
+            train={
+                "global_batch_size": 2,
+                "step_seq_length_schedule": [f"0:{SEQ_LENGTH // 2}", f"{2 * SEQ_LENGTH}:{SEQ_LENGTH}"],
+            },
+        ),
+        "eager",
+    ),
+}
 
 
 def train_compiled(ctx: ParallelContext, case: Case, backend_name: str) -> tuple[Outcome, Outcome, int, int]:
@@ -54,30 +64,55 @@ def train_compiled(ctx: ParallelContext, case: Case, backend_name: str) -> tuple
     return eager, compiled, len(graphs), len(views)
 
 
-@pytest.mark.parametrize(("backend", "sizes", "model"), ROWS, ids=["one rank", "dp moe", "tp"])
-def test_compiled_blocks_train_as_eager_ones_do(backend, sizes, model) -> None:
-    case = Case(2).but(
-        parallel={SHORT_NAMES[name]: value for name, value in sizes.items()},
-        model={"num_layers": 1} | model,
-        train={"global_batch_size": 4, "micro_batch_size": 2},
-    )
-    if sizes["strategy"] == "no_shard":
-        context = ParallelContext.attach(Topology.of(parallel_config(**sizes), 1))
-        outcomes = [train_compiled(context, case, backend)]
-    else:
-        outcomes = run_ranks(2, train_compiled, case, backend, threads=False, **sizes)
+def train_rows(ctx: ParallelContext, rows: list[tuple[Case, str]]) -> list[tuple[Outcome, Outcome, int, int]]:
+    """`train_compiled` of several layouts in one process: the imports of the compiler take longer than most rows."""
+    topologies = [Topology.of(config_of(case).parallel, ctx.topology.world_size) for case, _ in rows]
+    return [
+        train_compiled(ParallelContext.attach(topology), case, backend)
+        for topology, (case, backend) in zip(topologies, rows, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks() -> dict[str, list[tuple[Outcome, Outcome, int, int]]]:
+    """What each rank of each row says."""
+    by_rank = run_ranks(2, train_rows, list(ROWS.values()), threads=False)
+    return {name: [rank[number] for rank in by_rank] for number, name in enumerate(ROWS)}
+
+
+def test_compiled_blocks_train_as_eager_ones_do() -> None:
+    case = SMALL.but(parallel={SHORT_NAMES["strategy"]: "no_shard"})
+    assert_alike([train_compiled(one_rank(), case, "aot_eager")], num_products=7, num_microbatches=2)
+
+
+@pytest.mark.parametrize(("row", "num_products"), [("dp moe", 4), ("tp", 0)])
+def test_compiled_blocks_of_two_ranks_train_as_eager_ones_do(on_two_ranks, row: str, num_products: int) -> None:
+    assert_alike(on_two_ranks[row], num_products=num_products, num_microbatches=1)
+
+
+def assert_alike(
+    outcomes: list[tuple[Outcome, Outcome, int, int]], *, num_products: int, num_microbatches: int
+) -> None:
+    """Assert equal outcomes, and how many weight gradients graphs wrote.
+
+    Args:
+        outcomes: of `train_compiled`, by rank.
+        num_products: linear layers in graphs: query, key, value, output, and gate, up, down of a dense MLP. Experts and
+            linear layers over tp are outside of graphs, with torch 2.10 all are.
+        num_microbatches: per rank and step.
+    """
     for eager, compiled, num_graphs, num_writes in outcomes:
         assert num_graphs > 0
-        # query, key, value, output, and gate, up, down of a dense MLP. Experts and linear layers over tp are outside of
-        # graphs, with torch 2.10 all of these.
-        num_products = (4 if model else 7) if linear.CAN_TRACE and "tp" not in sizes else 0
-        num_microbatches = 2 if sizes["strategy"] == "no_shard" else 1
-        assert num_writes == 2 * num_microbatches * num_products
+        assert num_writes == 2 * num_microbatches * num_products * linear.CAN_TRACE
         assert compiled.losses == pytest.approx(eager.losses, rel=1e-5)
         assert compiled.grad_norms == pytest.approx(eager.grad_norms, rel=1e-4)
         for box, weight in eager.weights.items():
             # Adam's first steps are as large as lr where a gradient is only rounding
             assert torch.allclose(compiled.weights[box], weight, atol=1e-3, rtol=1e-3), box.name
+
+
+def one_rank() -> ParallelContext:
+    return ParallelContext.attach(Topology.of(parallel_config(strategy="no_shard"), 1))
 
 
 def test_dense_blocks_beside_mixtures_are_recomputed_by_the_graphs_that_computed_them() -> None:
@@ -86,20 +121,13 @@ def test_dense_blocks_beside_mixtures_are_recomputed_by_the_graphs_that_computed
         memory={"recompute_granularity": "full"},
         train={"global_batch_size": 2, "micro_batch_size": 2},
     )
-    context = ParallelContext.attach(Topology.of(parallel_config(strategy="no_shard"), 1))
-    eager, compiled, num_graphs, _ = train_compiled(context, case, "aot_eager")
+    eager, compiled, num_graphs, _ = train_compiled(one_rank(), case, "aot_eager")
     assert num_graphs > 1 and compiled.losses == pytest.approx(eager.losses, rel=1e-5)
     assert compiled.grad_norms == pytest.approx(eager.grad_norms, rel=1e-4)
 
 
-def test_a_ring_attends_to_sequences_of_varying_length() -> None:
-    schedule = [f"0:{SEQ_LENGTH // 2}", f"{2 * SEQ_LENGTH}:{SEQ_LENGTH}"]
-    case = Case(2).but(
-        parallel={"context_parallel_size": 2},
-        model={"num_layers": 1},
-        train={"global_batch_size": 2, "micro_batch_size": 2, "step_seq_length_schedule": schedule},
-    )
-    for eager, compiled, num_graphs, _ in run_ranks(2, train_compiled, case, "eager", threads=False, cp=2):
+def test_a_ring_attends_to_sequences_of_varying_length(on_two_ranks) -> None:
+    for eager, compiled, num_graphs, _ in on_two_ranks["ring, sequences of varying length"]:
         assert num_graphs > 0 and compiled.losses == pytest.approx(eager.losses, rel=1e-5)
         assert compiled.grad_norms == pytest.approx(eager.grad_norms, rel=1e-4)
 
