@@ -42,9 +42,9 @@ def test_every_layout_trains_as_one_rank_through_changes_of_the_length(
     model: dict[str, Any], num_ranks: int, sizes: dict[str, Any], options: dict[str, Any]
 ) -> None:
     case = Case(STEPS).but(model=model, optim=OPTIM, train=SCHEDULE)
-    single = run_ranks(1, train_here, case)
+    single = run_ranks(1, train_here, case, shares=True)
     parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | options
-    outcomes = run_ranks(num_ranks, train_here, case.but(parallel=parallel), **sizes)
+    outcomes = run_ranks(num_ranks, train_here, case.but(parallel=parallel), **sizes, shares=True)
     assert_alike(outcomes, single, row=str(sizes), lr=OPTIM["lr"])
 
 

@@ -57,10 +57,10 @@ def test_pretrained_experts_train_alike_in_every_layout(family: str, tmp_path: P
     case = Case(2).but(
         model=asdict(model_from_hf(tmp_path)), checkpoint={"pretrained_checkpoint": str(tmp_path)}, optim={"lr": 1e-3}
     )
-    single = run_ranks(1, train_here, case.but(train={"micro_batch_size": GLOBAL_BATCH}))[0]
+    single = run_ranks(1, train_here, case.but(train={"micro_batch_size": GLOBAL_BATCH}), shares=True)[0]
     assert single.losses[0] == pytest.approx(first_loss(reference), rel=1e-5)
     for ranks, sizes, options in LAYOUTS:
         parallel = {SHORT_NAMES[name]: size for name, size in sizes.items()} | options
         spread = case.but(train={"micro_batch_size": 2}, parallel=parallel)
-        for outcome in run_ranks(ranks, train_here, spread, **sizes):
+        for outcome in run_ranks(ranks, train_here, spread, **sizes, shares=True):
             assert outcome.losses == pytest.approx(single.losses, rel=1e-5), f"{family} {sizes}"

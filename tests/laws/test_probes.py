@@ -86,7 +86,7 @@ def test_every_gradient_is_summed_over_exactly_its_ranks(
     short = sizes | {"strategy": strategy}
     parallel = {SHORT_NAMES[name]: value for name, value in short.items()} | options
     case = Case().but(train={"micro_batch_size": 1, "global_batch_size": 8}, parallel=parallel, model=MODEL)
-    for rank, found in enumerate(run_ranks(ranks, probe, case, **short)):
+    for rank, found in enumerate(run_ranks(ranks, probe, case, **short, shares=True)):
         topology = topology_of(ranks, case)
         assert {one.spec.weight_decay for one in found} == {True, False} or strategy != "no_shard"
         for one in found:

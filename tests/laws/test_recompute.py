@@ -60,7 +60,7 @@ def test_recomputation_changes_no_bit(
 ) -> None:
     fp8 = {"fp8_format": "hybrid"} if dtype == "fp8" else {}
     plain = Case(2).but(
-        train={"micro_batch_size": micro_batch_size(num_ranks, sizes)},
+        train={"micro_batch_size": micro_batch_size(num_ranks, sizes, microbatches=2)},
         model={"num_layers": 4}
         | (MODELS | {"deepseek": DEEPSEEK | {"mtp_num_layers": 1}})[model]
         | DROPOUT.get(model, {}),

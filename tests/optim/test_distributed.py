@@ -119,17 +119,17 @@ def follow_the_reference(ctx):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_weights_follow_torch_adamw_in_every_strategy_and_dtype(num_ranks):
-    run_ranks(num_ranks, follow_the_reference, strategy="optim")
+    run_ranks(num_ranks, follow_the_reference, strategy="optim", shares=True)
 
 
 def test_two_instances_follow_torch_adamw_and_save_every_element_once():
-    run_ranks(4, follow_the_reference, strategy="optim", instances=2)
+    run_ranks(4, follow_the_reference, strategy="optim", instances=2, shares=True)
     for strategy in ("optim", "optim_grads"):
-        saved = run_ranks(4, parts_to_save, strategy, strategy="optim", instances=2)
+        saved = run_ranks(4, parts_to_save, strategy, strategy="optim", instances=2, shares=True)
         assert len(merge([tensors for tensors, _, _ in saved])) == 3 * len(NAMES)
 
 
-@ranks(3, strategy="optim")
+@ranks(3, strategy="optim", shares=True)
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(ctx):
     for strategy in RESIDENT_STRATEGIES:
         for bad in (math.nan, math.inf):
@@ -154,7 +154,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(ctx):
             assert trainee.optimizer.num_updates == 2
 
 
-@ranks(1)
+@ranks(1, shares=True)
 def test_a_loss_scale_changes_no_update_and_halves_at_an_overflow(ctx):
     plain, scaled = Trainee(ctx, "optim"), Trainee(ctx, "optim", dtype=torch.float16)
     for name, param in plain.stage.named_parameters():  # begin at the same, fp16, values
@@ -174,7 +174,7 @@ def test_a_loss_scale_changes_no_update_and_halves_at_an_overflow(ctx):
     assert scaled.optimizer.num_updates == 1
 
 
-@ranks(4, strategy="optim")
+@ranks(4, strategy="optim", shares=True)
 def test_a_rank_whose_shards_are_padding_only_takes_part(ctx):
     # Given three elements in a bucket of 128, of which the first of four ranks owns all,
     for strategy in ("optim", "optim_grads"):
@@ -188,7 +188,7 @@ def test_a_rank_whose_shards_are_padding_only_takes_part(ctx):
         torch.testing.assert_close(trainee.weights()["units.0.weight"], reference.params["units.0.weight"].detach())
 
 
-@ranks(1)
+@ranks(1, shares=True)
 def test_gaps_and_padding_stay_zero(ctx):
     trainee = Trainee(ctx, "optim", dtype=torch.bfloat16)
     for step in range(3):
@@ -244,7 +244,7 @@ def merge(parts: list[dict[TensorBox, Tensor]]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("strategy", RESIDENT_STRATEGIES)
 def test_saved_boxes_cover_every_element_once_and_load_in_another_layout(strategy):
     # Given what three ranks save after two steps,
-    saved = run_ranks(3, parts_to_save, strategy, strategy="optim")
+    saved = run_ranks(3, parts_to_save, strategy, strategy="optim", shares=True)
     merged = merge([tensors for tensors, _, _ in saved])
     assert set(merged) == {
         f"{kind}/{name}" for kind in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq") for name in NAMES
@@ -253,14 +253,14 @@ def test_saved_boxes_cover_every_element_once_and_load_in_another_layout(strateg
     assert all(state_of_rank == state for _, state_of_rank, _ in saved)
     # when two ranks in another strategy, with other buckets, read it and take the third step,
     for other_strategy in RESIDENT_STRATEGIES:
-        resumed = run_ranks(2, go_on_from, other_strategy, merged, state, 1000, strategy="optim")
+        resumed = run_ranks(2, go_on_from, other_strategy, merged, state, 1000, strategy="optim", shares=True)
         # then their weights are those of the run that never stopped, to the bit.
         for weights in resumed:
             assert all(torch.equal(weights[name], after_third[name]) for name in NAMES)
 
 
 def test_replicas_save_equal_parts():
-    saved = run_ranks(3, parts_to_save, "no_shard", strategy="optim")
+    saved = run_ranks(3, parts_to_save, "no_shard", strategy="optim", shares=True)
     sizes = [sum(view.numel() for view in tensors.values()) for tensors, _, _ in saved]
     assert max(sizes) - min(sizes) <= 3 * len(NAMES)
 
@@ -281,7 +281,7 @@ def reduced_grads(ctx, strategy: str):
 
 @pytest.mark.parametrize("strategy", RESIDENT_STRATEGIES)
 def test_gradients_by_name_are_the_sum_over_the_ranks(strategy):
-    tensors = run_ranks(3, reduced_grads, strategy, strategy="optim")
+    tensors = run_ranks(3, reduced_grads, strategy, strategy="optim", shares=True)
     expected = {name: sum(grads_of(rank, 0)[name] for rank in range(3)) for name in NAMES}
     # Without sharding every rank holds all of it, otherwise the ranks together hold it once.
     parts = [[part] for part in tensors] if strategy == "no_shard" else [tensors]
@@ -310,7 +310,7 @@ def norm_of_shards(ctx, vector: torch.Tensor) -> float:
 
 def test_the_norm_of_shards_is_the_global_norm_and_equal_on_every_rank():
     vector = torch.randn(3 * 7001, generator=torch.Generator().manual_seed(0))
-    norms = run_ranks(3, norm_of_shards, vector, strategy="optim")
+    norms = run_ranks(3, norm_of_shards, vector, strategy="optim", shares=True)
     assert len(set(norms)) == 1
     assert norms[0] == pytest.approx(vector.double().norm().item(), rel=1e-6)
 
@@ -319,7 +319,7 @@ def test_the_norm_of_shards_is_the_global_norm_and_equal_on_every_rank():
 def test_one_element_that_is_not_finite_shows_on_every_rank(bad):
     vector = torch.ones(3 * 7001)
     vector[15000] = bad
-    assert not any(math.isfinite(norm) for norm in run_ranks(3, norm_of_shards, vector, strategy="optim"))
+    assert not any(math.isfinite(norm) for norm in run_ranks(3, norm_of_shards, vector, strategy="optim", shares=True))
 
 
 def test_the_norm_of_a_long_shard_keeps_its_digits():

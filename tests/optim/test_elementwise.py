@@ -79,7 +79,7 @@ def test_zero_gradient_moves_nothing_but_by_weight_decay():
     torch.testing.assert_close(ours.main_param, torch.tensor([0.0, 2.0 * (1 - LR * 0.1)]))
 
 
-@ranks(3, strategy="optim")
+@ranks(3, strategy="optim", shares=True)
 def test_shards_follow_full_tensors_in_every_strategy(ctx):
     config = replace(LION_CONFIG, clip_grad=0.0)
     for strategy in RESIDENT_STRATEGIES:

@@ -122,8 +122,8 @@ def train_sharded(ctx: ParallelContext, precision: Precision) -> dict[str, dict[
     ids=str,
 )
 def test_every_strategy_trains_alike_and_allocates_what_is_planned(precision):
-    weights_of = run_ranks(2, train_sharded, precision, strategy="optim")[0]
-    exact = run_ranks(2, train_sharded, Precision(precision.params), strategy="optim")[0]
+    weights_of = run_ranks(2, train_sharded, precision, strategy="optim", shares=True)[0]
+    exact = run_ranks(2, train_sharded, Precision(precision.params), strategy="optim", shares=True)[0]
     for strategy, weights in weights_of.items():
         for name, weight in weights.items():
             # scales are per block of a shard, so shards of another size round moments otherwise
@@ -131,7 +131,7 @@ def test_every_strategy_trains_alike_and_allocates_what_is_planned(precision):
             torch.testing.assert_close(weight, exact[strategy][name], rtol=2**-6, atol=2e-2)
 
 
-@ranks(2, strategy="optim")
+@ranks(2, strategy="optim", shares=True)
 def test_a_checkpoint_of_one_dtype_loads_in_another_and_resumes_to_the_bit_in_its_own(ctx):
     folder, _ = all_gather_object(mkdtemp(prefix="nanotrain-moments-"), ctx.control)
     low = Precision(BF16, main=FP16, exp_avg=FP16, exp_avg_sq=BF16)

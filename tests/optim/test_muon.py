@@ -72,12 +72,12 @@ def initial_weights() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("num_ranks", "sizes"), [(1, {}), (3, {}), (4, {"instances": 2})], ids=str)
 def test_sharded_matrices_follow_torch_to_the_bit(num_ranks, sizes):
-    run_ranks(num_ranks, follow_torch, CONFIG, False, "original", torch.float32, strategy="optim", **sizes)
+    run_ranks(num_ranks, follow_torch, CONFIG, False, "original", torch.float32, strategy="optim", **sizes, shares=True)
 
 
 def test_nesterov_and_the_scale_of_adam_follow_torch():
     config = replace(CONFIG, muon_use_nesterov=True, muon_scale_mode="spectral", muon_extra_scale_factor=0.2)
-    run_ranks(2, follow_torch, config, True, "match_rms_adamw", torch.float32, strategy="optim")
+    run_ranks(2, follow_torch, config, True, "match_rms_adamw", torch.float32, strategy="optim", shares=True)
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (24, 8), (8, 24)])
@@ -112,7 +112,7 @@ def test_matrices_have_one_moment_and_the_rest_those_of_the_scalar_rule():
     assert MUON.matrix.dtype(OptimConfig(muon_fp32_matmul_prec="highest")) is torch.float32
 
 
-@ranks(2, strategy="optim")
+@ranks(2, strategy="optim", shares=True)
 def test_state_is_allocated_by_kind_and_saved_by_name(ctx):
     trainee = Trainee(ctx, "optim", config=CONFIG)
     kinds = {}

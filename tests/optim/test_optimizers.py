@@ -60,7 +60,7 @@ def optimize(ctx, rule: UpdateRule, *, strategy: str = "optim") -> tuple[Toy, Di
     return stage, optimizer
 
 
-@ranks(2, strategy="optim")
+@ranks(2, strategy="optim", shares=True)
 def test_a_rule_from_outside_the_package_trains_and_its_state_is_saved(ctx):
     stage, optimizer = optimize(ctx, MOMENTUM)
     # Two steps with momentum 0.5: the updates are g and 1.5 g,
@@ -71,7 +71,7 @@ def test_a_rule_from_outside_the_package_trains_and_its_state_is_saved(ctx):
     assert prefixes == {"model", "optimizer/momentum_buffer"}
 
 
-@ranks(3, strategy="optim")
+@ranks(3, strategy="optim", shares=True)
 def test_a_rule_for_matrices_gets_every_matrix_in_its_shape_on_one_rank(ctx):
     for strategy in RESIDENT_STRATEGIES:
         stage, optimizer = optimize(ctx, CENTERED, strategy=strategy)

@@ -273,11 +273,11 @@ def average_of(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def test_every_strategy_averages_as_one_rank_does():
     whole_batch = case_of({}).but(train={"micro_batch_size": GLOBAL_BATCH})
-    (single,) = run_ranks(1, average_and_weights, whole_batch, threads=True)
+    (single,) = run_ranks(1, average_and_weights, whole_batch, shares=True)
     expected = average_of([assemble([weights]) for weights in single[1]])
     for number, sizes, options in LAYOUTS:
         parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | options
-        results = run_ranks(number, average_and_weights, case_of(parallel), threads=True, **sizes)
+        results = run_ranks(number, average_and_weights, case_of(parallel), **sizes, shares=True)
         average = assemble([average for average, _ in results])
         assert average.keys() == expected.keys()
         for name, values in expected.items():
@@ -287,7 +287,7 @@ def test_every_strategy_averages_as_one_rank_does():
 
 def test_the_average_is_of_fp32_weights_where_the_model_has_16_bits():
     parallel = {SHORT_NAMES["strategy"]: "optim_grads"}
-    results = run_ranks(2, average_and_weights, case_of(parallel, **BF16), threads=True, strategy="optim_grads")
+    results = run_ranks(2, average_and_weights, case_of(parallel, **BF16), strategy="optim_grads", shares=True)
     expected = average_of([assemble([history[step] for _, history in results]) for step in range(STEPS + 1)])
     for name, values in assemble([average for average, _ in results]).items():
         assert torch.allclose(values.double(), expected[name], rtol=1e-6, atol=1e-7), name

@@ -9,7 +9,7 @@ from tests.harness import ranks
 from tests.parallel.cp.sequences import Shape, full_mask, random_inputs, run, segments, shard
 
 
-@ranks(2, cp=2)
+@ranks(2, cp=2, shares=True)
 def test_the_calls_have_the_rows_of_the_full_mask(ctx):
     shape, group = Shape(), ctx.group("cp")
     attention = AllGatherAttention(group)
@@ -32,7 +32,7 @@ class LowerRight:
         return attend(query, key=key, value=value)
 
 
-@ranks(2, cp=2)
+@ranks(2, cp=2, shares=True)
 def test_causal_attention_aligned_to_the_last_key_equals_the_tiles(ctx):
     for shape in (Shape(), Shape(groups=2)):
         inputs = shard(random_inputs(shape, dtype=torch.float64), ctx.group("cp"))

@@ -59,7 +59,7 @@ def test_a_group_of_one_rank_gets_its_batch_back():
     assert split_batch(batch, Group.single_rank("cp")) is batch
 
 
-@ranks(2, cp=2)
+@ranks(2, cp=2, shares=True)
 def test_every_rank_gets_its_tokens_with_their_labels_mask_and_positions(ctx):
     # Given a batch without position ids
     full, group = full_batch(), ctx.group("cp")
@@ -80,7 +80,7 @@ def test_every_rank_gets_its_tokens_with_their_labels_mask_and_positions(ctx):
     assert torch.equal(further.loss_mask, shifted.loss_mask[:, positions])
 
 
-@ranks(2, cp=2)
+@ranks(2, cp=2, shares=True)
 def test_position_ids_of_the_batch_are_kept(ctx):
     full = full_batch()
     restarted = Batch(full.tokens, full.labels, full.loss_mask, torch.arange(16).view(2, 8) % 5, None)

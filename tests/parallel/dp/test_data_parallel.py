@@ -69,10 +69,10 @@ def reduce_two_to_the_rank(ctx):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5])
 def test_two_to_the_rank_reduces_to_the_exact_sum_in_every_strategy(num_ranks):
-    run_ranks(num_ranks, reduce_two_to_the_rank, strategy="optim")
+    run_ranks(num_ranks, reduce_two_to_the_rank, strategy="optim", shares=True)
 
 
-@ranks(3, strategy="optim")
+@ranks(3, strategy="optim", shares=True)
 def test_parameters_without_a_gradient_on_some_ranks_contribute_zero_and_no_rank_hangs(ctx):
     for strategy, overlap in SETTINGS:
         stage = Toy()
@@ -120,11 +120,11 @@ def record_launches(parallel: DataParallel, *, into: list[int]) -> None:
 
 
 def test_buckets_are_reduced_in_buffer_order_in_any_order_of_gradients():
-    launched = run_ranks(4, launched_buckets, strategy="optim")
+    launched = run_ranks(4, launched_buckets, strategy="optim", shares=True)
     assert launched == [dict.fromkeys(RESIDENT_STRATEGIES, list(range(NUM_BUCKETS)))] * 4
 
 
-@ranks(1)
+@ranks(1, shares=True)
 def test_overlap_reduces_a_bucket_before_the_backward_pass_has_ended(ctx):
     for strategy, overlap in SETTINGS:
         stage, seen = Toy(), []
@@ -251,7 +251,7 @@ def test_optim_grads_never_holds_a_full_size_gradient(ctx):
         assert peaks["optim_grads", overlap] <= full + full / 2 + 2 * bucket + one_grad + received + scalars
 
 
-@ranks(2, strategy="optim")
+@ranks(2, strategy="optim", shares=True)
 def test_a_forward_pass_waits_for_the_parameters_of_its_unit_only(ctx):
     # Given shards that every rank has set to its rank + 1, whose all-gather has started,
     stage = Toy()
@@ -278,7 +278,7 @@ def test_a_forward_pass_waits_for_the_parameters_of_its_unit_only(ctx):
     assert not any(bucket.params.gathers for bucket in parallel.buckets)
 
 
-@ranks(2, strategy="optim")
+@ranks(2, strategy="optim", shares=True)
 def test_inside_gathered_all_parameters_are_complete(ctx):
     wrappers = [wrap(ctx, Toy(), strategy="optim", overlap=True) for _ in range(2)]
     for wrapper in wrappers:
@@ -291,7 +291,7 @@ def test_inside_gathered_all_parameters_are_complete(ctx):
                 assert bucket.params.full.chunk(2)[0].eq(1).all() and bucket.params.full.chunk(2)[1].eq(2).all()
 
 
-@ranks(2, strategy="optim")
+@ranks(2, strategy="optim", shares=True)
 def test_without_overlap_parameters_are_complete_on_return(ctx):
     parallel = wrap(ctx, Toy(), strategy="optim_grads")
     for bucket in parallel.buckets:
@@ -336,7 +336,7 @@ def test_bf16_parameters_have_fp32_gradients():
     assert all(p.dtype is torch.bfloat16 for p in stage.parameters())
 
 
-@ranks(1)
+@ranks(1, shares=True)
 def test_one_rank_sends_nothing(ctx):
     for strategy in RESIDENT_STRATEGIES:
         stage = Toy()

@@ -51,7 +51,7 @@ def test_a_transient_store_overwrites_the_last_step_and_accumulates_within_one()
         assert torch.equal(store.shard, torch.full((NUMEL,), 3 * step))
 
 
-@ranks(3, strategy="optim")
+@ranks(3, strategy="optim", shares=True)
 def test_a_resident_shard_is_a_view_of_the_full_gradients(ctx):
     groups = ReduceGroups(ctx.group("dp_shard"), ctx.group("dp_replicate"))
     full = torch.arange(NUMEL, dtype=torch.float32)
@@ -62,7 +62,7 @@ def test_a_resident_shard_is_a_view_of_the_full_gradients(ctx):
     assert shard_of(full, groups.shard).data_ptr() == store.shard.data_ptr()
 
 
-@ranks(2, strategy="optim")
+@ranks(2, strategy="optim", shares=True)
 def test_resident_params_are_complete_after_the_wait(ctx):
     params = ParamStore(torch.zeros(NUMEL), groups=ReduceGroups(ctx.group("dp_shard"), ctx.group("dp_replicate")))
     params.shard.fill_(ctx.rank + 1)

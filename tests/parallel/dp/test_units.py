@@ -185,9 +185,10 @@ def test_units_are_gathered_again_where_a_backward_recomputes_several_layers() -
 )
 def test_options_of_gathers_change_planned_memory_and_traffic_and_no_bit(pp: int, parallel: dict[str, Any]) -> None:
     """Stages of several units, tied and untied ends, accumulation: sent bytes are exact, and so is a fixed pool."""
+    num_layers = 8 if "num_virtual_stages_per_pipeline_rank" in parallel else 6 if pp > 1 else 5
     for model in ({}, {"untie_embeddings_and_output_weights": True}):
         cases = [
-            case_of(overlap=overlap, num_layers=8 if pp > 1 else 5, **model).but(
+            case_of(overlap=overlap, num_layers=num_layers, **model).but(
                 parallel={"pipeline_model_parallel_size": pp} | parallel | options
             )
             for overlap, options in OPTIONS

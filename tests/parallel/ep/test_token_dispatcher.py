@@ -68,7 +68,7 @@ SHARDINGS = [(2, {"ep": 2}), (2, {"etp": 2}), (4, {"ep": 4}), (4, {"ep": 2}), (4
 
 @pytest.mark.parametrize(("num_ranks", "sizes"), SHARDINGS)
 def test_any_sharding_of_the_experts_equals_one_rank(num_ranks, sizes):
-    run_ranks(num_ranks, equals_local, **sizes)
+    run_ranks(num_ranks, equals_local, **sizes, shares=True)
 
 
 def send_all_to_the_first_experts(ctx):
@@ -83,11 +83,11 @@ def send_all_to_the_first_experts(ctx):
 
 @pytest.mark.parametrize(("num_ranks", "sizes"), [(4, {"ep": 2, "etp": 2}), (4, {"ep": 4})])
 def test_a_rank_may_receive_no_tokens(num_ranks, sizes):
-    run_ranks(num_ranks, send_all_to_the_first_experts, **sizes)
+    run_ranks(num_ranks, send_all_to_the_first_experts, **sizes, shares=True)
 
 
 def test_every_token_is_sent_four_times_and_only_to_other_ranks():
-    results = run_ranks(4, equals_local, ep=4)
+    results = run_ranks(4, equals_local, ep=4, shares=True)
     counts = torch.tensor([leaving for leaving, _ in results])  # [from, to] rows
     leaving, arriving = counts.sum(1) - counts.diag(), counts.sum(0) - counts.diag()
     row_bytes, count_bytes = H * 4, 3 * (E // 4) * COUNT_BYTES
@@ -111,7 +111,7 @@ def send_evenly(ctx):
 
 @pytest.mark.parametrize(("num_ranks", "sizes"), SHARDINGS)
 def test_the_closed_form_predicts_the_bytes_of_even_routing(num_ranks, sizes):
-    for sent, predicted in run_ranks(num_ranks, send_evenly, **sizes):
+    for sent, predicted in run_ranks(num_ranks, send_evenly, **sizes, shares=True):
         assert sent == predicted
 
 

@@ -79,24 +79,24 @@ def run_all(ctx: ParallelContext, largest: int) -> None:
                 assert modules[0].peak_alive == bound, (name, shape)
 
 
-@ranks(2, pp=2)
+@ranks(2, pp=2, shares=True)
 def test_two_ranks_equal_one_in_every_schedule_with_1_to_9_microbatches(ctx):
     run_all(ctx, 9)
 
 
-@ranks(4, pp=4)
+@ranks(4, pp=4, shares=True)
 def test_four_ranks_equal_one_in_every_schedule_with_1_to_9_microbatches(ctx):
     run_all(ctx, 9)
 
 
-@ranks(3, pp=3)
+@ranks(3, pp=3, shares=True)
 def test_split_backwards_are_right_where_no_layer_can_defer(ctx):
     for num_microbatches in (1, 4):
         shape = PipelineShape(3, 1, num_microbatches)
         run_and_compare(pipeline_of(ctx), SCHEDULES["zb-h1"](shape), shape, has_queue=False)
 
 
-@ranks(3, pp=3)
+@ranks(3, pp=3, shares=True)
 def test_any_valid_order_runs(ctx):
     pipeline = pipeline_of(ctx)
     for seed in range(12):
@@ -107,7 +107,7 @@ def test_any_valid_order_runs(ctx):
         run_and_compare(pipeline, schedule, shape, tolerance=1e-5)
 
 
-@ranks(3, pp=3)
+@ranks(3, pp=3, shares=True)
 def test_ranks_of_unequal_speed_give_the_same_results(ctx):
     pipeline, chance = pipeline_of(ctx), random.Random(ctx.rank)
     shape = PipelineShape(3, 2, 4)
@@ -115,7 +115,7 @@ def test_ranks_of_unequal_speed_give_the_same_results(ctx):
     run_and_compare(pipeline, SCHEDULES["interleaved"](shape), shape)
 
 
-@ranks(2, pp=2)
+@ranks(2, pp=2, shares=True)
 def test_validation_runs_forward_only_and_sums_on_the_last_rank(ctx):
     pipeline = pipeline_of(ctx)
     for num_stages_per_rank in (1, 2):
@@ -132,7 +132,7 @@ def test_validation_runs_forward_only_and_sums_on_the_last_rank(ctx):
             assert all(param.grad is None for module in modules.values() for param in module.parameters())
 
 
-@ranks(2, pp=2)
+@ranks(2, pp=2, shares=True)
 def test_sent_outputs_are_freed(ctx):
     # Given a schedule that keeps nine graphs on the first rank,
     shape = PipelineShape(2, 1, 9)
@@ -144,7 +144,7 @@ def test_sent_outputs_are_freed(ctx):
         assert module.peak_outputs <= MAX_SENDS + 1
 
 
-@ranks(3, pp=3)
+@ranks(3, pp=3, shares=True)
 def test_sent_bytes_are_the_planned_ones(ctx):
     pipeline = pipeline_of(ctx)
     for name, num_stages_per_rank in VARIANTS:

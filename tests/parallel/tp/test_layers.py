@@ -47,17 +47,17 @@ def pass_and_compare(ctx: ParallelContext, sequence_parallel: bool, num_groups: 
 @pytest.mark.parametrize("num_groups", [4, 2, 1])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_outputs_and_all_gradients_equal_the_reference(tp, num_groups, sequence_parallel):
-    run_ranks(tp, pass_and_compare, sequence_parallel, num_groups, tp=tp)
+    run_ranks(tp, pass_and_compare, sequence_parallel, num_groups, tp=tp, shares=True)
 
 
 @BOTH
-@ranks(4, tp=2)
+@ranks(4, tp=2, shares=True)
 def test_tp_groups_are_independent(ctx, sequence_parallel):
     pass_and_compare(ctx, sequence_parallel, 2)
 
 
 @BOTH
-@ranks(2, tp=2)
+@ranks(2, tp=2, shares=True)
 def test_a_layer_called_on_its_own_gives_the_same_as_with_others(ctx, sequence_parallel):
     network = ShardedNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2)
     x = network.tensor_parallel.local_slice(draw("x", B, S, H))
@@ -66,7 +66,7 @@ def test_a_layer_called_on_its_own_gives_the_same_as_with_others(ctx, sequence_p
 
 
 @BOTH
-@ranks(2, tp=2)
+@ranks(2, tp=2, shares=True)
 def test_several_layers_send_no_more_than_one(ctx, sequence_parallel):
     """One collective each way for query, key and value together; sequence parallelism gathers the input once more."""
     network = ShardedNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2)
@@ -83,7 +83,7 @@ def test_several_layers_send_no_more_than_one(ctx, sequence_parallel):
 
 
 @BOTH
-@ranks(2, tp=2)
+@ranks(2, tp=2, shares=True)
 def test_a_frozen_weight_and_an_input_without_gradient_are_left_out(ctx, sequence_parallel):
     network = ShardedNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2)
     network.key.requires_grad_(False)
@@ -93,7 +93,7 @@ def test_a_frozen_weight_and_an_input_without_gradient_are_left_out(ctx, sequenc
 
 
 @BOTH
-@ranks(2, tp=2)
+@ranks(2, tp=2, shares=True)
 def test_bf16_layers_round_like_the_reference(ctx, sequence_parallel):
     network = ShardedNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2).to(torch.bfloat16)
     x = network.tensor_parallel.local_slice(draw("x", B, S, H)).bfloat16()
@@ -123,7 +123,7 @@ def embed(ctx: ParallelContext, sequence_parallel: bool, is_queued: bool) -> Non
 @pytest.mark.parametrize("is_queued", [False, True])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_the_embedding_is_bit_equal_to_the_full_table(tp, is_queued, sequence_parallel):
-    run_ranks(tp, embed, sequence_parallel, is_queued, tp=tp)
+    run_ranks(tp, embed, sequence_parallel, is_queued, tp=tp, shares=True)
 
 
 def test_on_one_rank_every_layer_is_torchs_operator_with_one_graph_node():
@@ -150,7 +150,7 @@ def test_under_the_compiler_sharded_layers_equal_the_reference(ctx):
     compare(network, sharded_pass(network))
 
 
-@ranks(4, tp=4)
+@ranks(4, tp=4, shares=True)
 def test_recomputed_layers_give_the_same_gradients(ctx):
     network = ShardedNetwork(TensorParallel(ctx.group("tp"), True), 2)
     forward = network.forward

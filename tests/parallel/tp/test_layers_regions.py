@@ -16,7 +16,7 @@ def draw(seed: int) -> torch.Tensor:
 
 
 @BOTH
-@ranks(TP, tp=TP)
+@ranks(TP, tp=TP, shares=True)
 def test_enter_gives_every_rank_all_tokens_and_sums_their_gradients(ctx, sequence_parallel):
     tensor_parallel = TensorParallel(ctx.group("tp"), sequence_parallel)
     x, grads = draw(0), [draw(1 + rank) for rank in range(TP)]
@@ -33,7 +33,7 @@ def test_enter_gives_every_rank_all_tokens_and_sums_their_gradients(ctx, sequenc
 
 
 @BOTH
-@ranks(TP, tp=TP)
+@ranks(TP, tp=TP, shares=True)
 def test_leave_sums_partial_results_and_gives_every_rank_the_gradient_of_all_tokens(ctx, sequence_parallel):
     tensor_parallel = TensorParallel(ctx.group("tp"), sequence_parallel)
     partials, grad = [draw(rank) for rank in range(TP)], draw(5)
@@ -46,7 +46,7 @@ def test_leave_sums_partial_results_and_gives_every_rank_the_gradient_of_all_tok
     assert torch.equal(partial.grad, grad)
 
 
-@ranks(TP, tp=TP)
+@ranks(TP, tp=TP, shares=True)
 def test_unsharded_layers_share_the_queue_and_send_nothing(ctx):
     queue = WgradQueue()
     unsharded = TensorParallel(ctx.group("tp"), True, queue).unsharded
