@@ -8,7 +8,6 @@ Forward runs parts in order, backward in reverse. What other operators do not hi
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import comb
@@ -370,19 +369,3 @@ class Layers(RankSizes):
         """A layer of multi-token prediction: norms, the joining projection, a block and the head again."""
         hidden = self.shape.hidden_size
         return [*self.linear("eh_proj", (self.outside, hidden, 2 * hidden)), *self.block(layer), *self.head()]
-
-
-def run_forward(streams: Streams, parts: Iterable[Part]) -> None:
-    """The forward of a layer."""
-    for part in parts:
-        part.run_forward(streams)
-
-
-def run_backward(
-    streams: Streams, parts: Sequence[Part], *, again: Sequence[Part] = (), dgrad: bool = True, wgrad: bool = True
-) -> None:
-    """The backward of a layer, after the forward of what is recomputed, or one half of it."""
-    if dgrad:
-        run_forward(streams, again)
-    for part in reversed(parts):
-        part.run_backward(streams, dgrad=dgrad, wgrad=wgrad)

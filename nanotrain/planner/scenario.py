@@ -28,11 +28,6 @@ from nanotrain.topology.topology import Topology
 from nanotrain.train.plans.plan import check_names, stage_specs
 
 read_data = cache(partial(read_table, folder=Path(__file__).parent / "data"))
-# A CPU computes what it launches, in operators that fuse nothing, and the transfers of gloo take its cores.
-ON_CPU: dict[str, Any] = {
-    "fused": False, "accumulation": "separate", "tp_overlap": "none", "contention": 1.0, "loss_bytes": (12.0, 8.0),
-    "overlaps_grads": False, "overlaps_params": False, "p2p_overlap": False, "collective_launch_s": 5.0e-5,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -191,12 +186,12 @@ def _balanced_lengths(shape: ModelShape, num_stages: int) -> list[int]:
 def engines() -> dict[str, Engine]:
     """The engines by name."""
     rows = read_data("engines")
-    return {name: _engine(name, **rows["defaults"] | row) for name, row in rows.items() if name != "defaults"}
+    names = [name for name in rows if name not in ("defaults", "on_cpu")]
+    return {name: Engine(name, **_fields(rows["defaults"] | rows[name])) for name in names}
 
 
-def _engine(name: str, **row: Any) -> Engine:
-    lists = {key: tuple(map(float, value)) for key, value in row.items() if isinstance(value, list)}
-    return Engine(**row | lists | {"name": name})
+def _fields(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {key: tuple(map(float, value)) for key, value in row.items() if isinstance(value, list)}
 
 
 def engine_of(name: str) -> Engine:
@@ -232,7 +227,7 @@ def scenario_of(
     train = replace(config.train, global_batch_size=global_batch_size(config.train, dp))
     options.setdefault("matmul_dtype", _matmul_dtype(config))
     engine = engine_of(engine) if isinstance(engine, str) else engine
-    engine = replace(engine, **ON_CPU) if gpu.is_cpu else engine
+    engine = replace(engine, **_fields(read_data("engines")["on_cpu"])) if gpu.is_cpu else engine
     scenario = Scenario(replace(config, train=train), world_size, gpu, engine, **options)
     assert scenario.pipeline.num_microbatches > 0, "forms the groups and the microbatches, or raises"
     return scenario

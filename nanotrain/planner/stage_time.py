@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.parallel.pp.actions import ActionKind
-from nanotrain.planner.operators import GRAPH_LAUNCHES, Layers, Parts, Streams, run_backward, run_forward
+from nanotrain.planner.operators import GRAPH_LAUNCHES, Layers, Parts, Streams
 from nanotrain.planner.scenario import Scenario
 from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.parameters import Declaration, block, declare_stage
@@ -146,11 +146,11 @@ class Stages:
         total, is_forward = Streams(), kind is ActionKind.forward
         for unit in units if is_forward else reversed(units):
             streams = Streams(self.scenario.engine.contention, self.scenario.engine.kernel_factor)
-            if is_forward:
-                run_forward(streams, unit.parts)
-            else:
-                again = unit.parts if unit.is_recomputed else self._selected(unit.parts)
-                run_backward(streams, unit.parts, again=again, dgrad=kind.has_dgrad, wgrad=kind.has_wgrad)
+            again = unit.parts if is_forward or unit.is_recomputed else self._selected(unit.parts)
+            for part in again if is_forward or kind.has_dgrad else ():
+                part.run_forward(streams)
+            for part in reversed(unit.parts):  # of a forward nothing
+                part.run_backward(streams, dgrad=kind.has_dgrad, wgrad=kind.has_wgrad)
             self._shard(streams, unit, kind=kind)
             total.add(streams)
         if self.scenario.ep_overlap:  # the other microbatch computes meanwhile

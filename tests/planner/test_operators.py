@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nanotrain.planner.operators import Layers, Part, Streams, run_backward, run_forward
+from nanotrain.planner.operators import Layers, Part, Streams
 from nanotrain.planner.scenario import engine_of
 from tests.planner.scenarios import llama
 
@@ -26,8 +26,9 @@ MOE = {"num_experts": 64, "moe_router_topk": 8, "moe_ffn_hidden_size": 1024}
 def passes(layers: Layers, **options: Any) -> tuple[Streams, Streams]:
     forward, backward = Streams(), Streams()
     parts = layers.block(0)
-    run_forward(forward, parts)
-    run_backward(backward, parts, **options)
+    for part in parts:
+        part.run_forward(forward)
+        part.run_backward(backward, **options)
     return forward, backward
 
 
@@ -135,8 +136,9 @@ def test_layers_with_experts_take_as_long_as_measured() -> None:
         )  # fmt: skip
         layers = Layers(replace(scenario, engine=engine))
         streams = Streams(), Streams()
-        run_forward(streams[0], layers.experts())
-        run_backward(streams[1], layers.experts())
+        for part in layers.experts():
+            part.run_forward(streams[0])
+            part.run_backward(streams[1])
         for name, each in zip(("forward_ms", "backward_ms"), streams, strict=True):
             errors.append(abs(1e3 * each.seconds / float(row[name]) - 1))
     assert median(errors) < 0.08
