@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from nanotrain.cli.launch import check_names
 from nanotrain.cli.parser import CommandParser
+from nanotrain.config.config import Config
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_line
 from nanotrain.config.rules.check import validate_for_world
@@ -22,14 +23,23 @@ def dry_run(argv: Sequence[str]) -> int:
     if args.rank is not None and args.rank >= world_size:
         why = f"the run has ranks 0 to {world_size - 1}"
         raise ConfigError(f"there is no rank {args.rank}", why=why, fix=f"set --rank {world_size - 1} or lower")
+    with importing_torch():
+        from nanotrain.planner.dry_run.check import dry_run as run
+
+    result = run(with_vocabulary(config), world_size, rank=args.rank)
+    print(result.text())
+    return 1 if result.faults else 0
+
+
+def with_vocabulary(config: Config) -> Config:
+    """The configuration with a vocabulary size, where it is unset that of the built-in corpus.
+
+    Raises:
+        ConfigError: another corpus without it.
+    """
     if config.model.vocab_size is None:
         if not config.data.quickstart:
             why = "the tokenizer of the corpus is not read here"
             raise ConfigError("the vocabulary has no size", why=why, fix="set --vocab-size, such as 50257")
-        config = with_values(config, {"model.vocab_size": config.data.quickstart_vocab_size})
-    with importing_torch():
-        from nanotrain.planner.dry_run.check import dry_run as run
-
-    result = run(config, world_size, rank=args.rank)
-    print(result.text())
-    return 1 if result.faults else 0
+        return with_values(config, {"model.vocab_size": config.data.quickstart_vocab_size})
+    return config

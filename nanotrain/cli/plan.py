@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from nanotrain.cli.dry_run import with_vocabulary
 from nanotrain.cli.parser import CommandParser
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
-from nanotrain.errors import ConfigError
 from nanotrain.system import importing_torch
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ def plan(argv: Sequence[str]) -> int:
         print(run_rows(args.rows, args.output, engine=args.engine))
         return 0
     loaded = load_line(parse(rest))
-    if loaded.config.model.vocab_size is None:
-        raise ConfigError("the vocabulary size is not set", why="no data is read", fix="set --vocab-size")
+    loaded = replace(loaded, config=with_vocabulary(loaded.config))
     found = (_search if args.search else _predict)(args, loaded, command=f"nanotrain train {' '.join(rest)}")
     print(json.dumps(found, indent=2) if args.json else found)
     return 0

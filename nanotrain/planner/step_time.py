@@ -4,7 +4,7 @@ Every pipeline rank runs its actions of the real schedule, each when its input i
 of gradients, which begin during the last backward, and the gathers of parameters.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -304,24 +304,19 @@ def order_of(name: str, shape: PipelineShape) -> Order:
         name: schedule.
         shape: its arguments.
     """
-    ranks = build_schedule(name, shape).actions
-    places: dict[tuple[bool, int, int], int] = {}
+    schedule, last = build_schedule(name, shape), shape.num_stages - 1
     steps: list[Step] = []
-    following, last = [0] * shape.num_ranks, shape.num_stages - 1
-    while len(steps) < sum(map(len, ranks)):
-        for rank, actions in enumerate(ranks):
-            while following[rank] < len(actions):
-                action = actions[following[rank]]
-                kind, stage, microbatch = action
-                is_forward, is_sent, needs = kind is ActionKind.forward, kind is not ActionKind.backward_weight, -1
-                source, target = (stage - 1, stage + 1) if is_forward else (stage + 1, stage - 1)
-                if is_sent and 0 <= source <= last:
-                    needs = places.get((is_forward, source, microbatch), -1)
-                    if needs < 0:
-                        break
-                if is_sent:
-                    places[is_forward, stage, microbatch] = len(steps)
-                steps.append(Step(rank, action, needs, is_sent and 0 <= target <= last and shape.num_ranks > 1))
-                following[rank] += 1
+    inputs: dict[Action, int] = {}  # places of the actions of other stages whose results they take
+    following = [deque(actions) for actions in schedule.actions]
+    while any(following):
+        for rank, actions in enumerate(following):
+            while actions:
+                kind, stage, _ = action = actions[0]
+                has_input = stage > 0 if kind is ActionKind.forward else kind.has_dgrad and stage < last
+                if has_input and action not in inputs:
+                    break
+                if consumer := schedule.consumer_of(actions.popleft()):
+                    inputs[consumer] = len(steps)
+                steps.append(Step(rank, action, inputs.get(action, -1), bool(consumer) and shape.num_ranks > 1))
     last_backwards = {step.action.stage: place for place, step in enumerate(steps) if step.action.kind.has_wgrad}
     return Order(tuple(steps), last_backwards)
