@@ -91,6 +91,9 @@ class GPTDataset:
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
             starts = self.corpus.document_starts(first + 1, min(first + seq_length + 1, self.stop)) - first
         loss_mask = np.ones(seq_length, dtype=np.float32)
+        if self.corpus.mask_file is not None:
+            targets = self.corpus.read_mask(first + 1, min(first + seq_length + 1, self.stop))
+            loss_mask[: len(targets)] = targets
         if config.eod_mask_loss:
             loss_mask[starts - 1] = 0.0
         positions = np.arange(seq_length)

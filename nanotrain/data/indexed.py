@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from nanotrain.data.checksums import CHECKED_ON_OPENING, BlockCheck, check_blocks, fingerprint
-from nanotrain.data.token_format import HEADER, bin_path, idx_path, read_header
+from nanotrain.data.token_format import HEADER, bin_path, idx_path, mask_path, read_header
 from nanotrain.errors import DataError
 from nanotrain.quantities import count_of
 
@@ -67,6 +67,10 @@ class IndexedTokens:
         self._documents = columns[pointers_end:].view("<i8")
         self._check_documents()
         self._check_size()
+        self.mask_file = mask_path(self.prefix) if mask_path(self.prefix).is_file() else None
+        if self.mask_file is not None and self.mask_file.stat().st_size != self.num_tokens:
+            why = f"it has {self.mask_file.stat().st_size:,} bytes, and the corpus {self.num_tokens:,} tokens"
+            raise DataError(f"{self.mask_file} does not match", why=why, fix=_AGAIN)
         check_blocks(self.prefix, most=CHECKED_ON_OPENING)
 
     def __reduce__(self) -> tuple[type, tuple[Path]]:
@@ -136,6 +140,12 @@ class IndexedTokens:
             if count > 0:
                 parts.append(self._pread(int(self._pointers[sequence]) + skipped * self.dtype.itemsize, count))
         return np.concatenate(parts)
+
+    def read_mask(self, start: int, stop: int) -> np.ndarray:
+        """[stop - start] uint8, whether tokens of the stream are targets; ones without a loss mask."""
+        if self.mask_file is None:
+            return np.ones(stop - start, dtype=np.uint8)
+        return np.fromfile(self.mask_file, dtype=np.uint8, offset=start, count=stop - start)
 
     def _sequence_start(self, sequence: int) -> int:
         if self._offsets is not None:

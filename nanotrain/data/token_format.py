@@ -66,6 +66,11 @@ def idx_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".idx")
 
 
+def mask_path(prefix: Path) -> Path:
+    """Path of the loss mask, one byte per token: 1 for a target, 0 for a token that is only read."""
+    return prefix.with_name(prefix.name + ".mask")
+
+
 def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
     """The token dtype `prepare` writes for a vocabulary: uint16 if it fits, else int32.
 

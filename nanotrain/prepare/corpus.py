@@ -28,12 +28,13 @@ from nanotrain.data.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer, lo
 from nanotrain.errors import DataError
 from nanotrain.log import progress
 from nanotrain.prepare.bpe import train_bpe
+from nanotrain.prepare.chat import ChatTemplate
 from nanotrain.prepare.chunks import InputChunk, plan_chunks, streamed_dataset
 from nanotrain.prepare.executors import EXECUTORS
 from nanotrain.prepare.inputs import load_rows
 from nanotrain.prepare.options import PrepareOptions
 from nanotrain.prepare.parts import CURE, READY, PartJob, is_complete, is_ready, open_parts, part_prefix
-from nanotrain.prepare.readers import DocumentReader, pick_text
+from nanotrain.prepare.readers import DocumentReader
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.quantities import count_of
 from nanotrain.runs.files import disk_errors, is_own, make_folder, remove_folder, write_bytes, write_text
@@ -86,7 +87,7 @@ def _prepare(
     prefix = options.output
     job, tokenizer = _set_up(options, plan, chunks=chunks, tokenizer=tokenizer)
     num_parts = _write_missing(job, chunks or _stream(options), planned=chunks)
-    needed = sum(file.stat().st_size for file in options.parts.iterdir() if file.suffix in (".bin", ".idx"))
+    needed = sum(file.stat().st_size for file in options.parts.iterdir() if file.suffix in (".bin", ".idx", ".mask"))
     with disk_errors(bin_path(prefix), needed=needed, fix=CURE):
         files = sorted({file for chunk in chunks for file in chunk.files})
         info = _merge(job, num_parts=num_parts, tokenizer=tokenizer, plan=_hash(plan), files=files)
@@ -121,9 +122,9 @@ def _plan(options: PrepareOptions, chunks: tuple[InputChunk, ...], *, tokenizer:
         "pieces": _hash([[chunk.kind, chunk.files, chunk.start, chunk.stop] for chunk in chunks]),
         "tokenizer": options.tokenizer,
         "vocabulary": _hash(tokenizer.backend.to_str()) if isinstance(tokenizer, FastTokenizer) else None,
-        "options": [options.subset, options.split_name, options.text_column, options.append_eod, options.dtype],
+        "options": [options.subset, options.split_name, options.column, options.append_eod, options.dtype],
         "streaming": [options.streaming, options.max_documents],
-    }
+    } | ({"format": options.format} if options.is_chat else {})
 
 
 def _is_prepared(prefix: Path, plan: dict[str, Any]) -> bool:
@@ -170,7 +171,7 @@ def _trained_tokenizer(options: PrepareOptions, chunks: tuple[InputChunk, ...]) 
     print(f"training a BPE of {options.bpe_vocab_size} tokens", flush=True)
     # evenly spaced chunks of about the training size
     chunks = chunks[:: max(1, -(-sum(chunk.num_bytes for chunk in chunks) // _BPE_TRAINING_BYTES))]
-    reader = DocumentReader(options.text_column, options.limits)
+    reader = DocumentReader(options.column, options.limits)
     texts = chain.from_iterable(map(reader.read, chunks or _stream(options)))
     return train_bpe(_truncate(texts, _BPE_TRAINING_BYTES), options.bpe_vocab_size)
 
@@ -193,6 +194,8 @@ def _plan_job(options: PrepareOptions, tokenizer: Tokenizer) -> PartJob:
         )
     dtype = smallest_dtype(tokenizer.vocab_size) if options.dtype == "auto" else np.dtype(options.dtype)
     check_dtype(dtype, tokenizer.vocab_size)
+    if options.is_chat:
+        ChatTemplate(options.tokenizer)
     saved = "bytes" if isinstance(tokenizer, ByteTokenizer) else str(options.parts.absolute() / "tokenizer")
     return PartJob(options, tokenizer=saved, dtype=dtype.name)
 
@@ -201,7 +204,8 @@ def _stream(options: PrepareOptions) -> Iterator[InputChunk]:
     for name in options.input:
         dataset = streamed_dataset(name, subset=options.subset, split=options.split_name)
         rows = islice(load_rows(dataset, streaming=True), options.max_documents)
-        while texts := tuple(pick_text(row, options.text_column, source=name) for row in islice(rows, _STREAMED_ROWS)):
+        pick = partial(DocumentReader(options.column, is_chat=options.is_chat).pick, column=options.column, source=name)
+        while texts := tuple(map(pick, islice(rows, _STREAMED_ROWS))):
             yield InputChunk("texts", texts=texts)
 
 
@@ -224,7 +228,7 @@ def _write_missing(job: PartJob, chunks: Iterable[InputChunk], *, planned: tuple
 
 def _merge(job: PartJob, *, num_parts: int, tokenizer: Tokenizer, plan: str, files: Sequence[str]) -> CorpusInfo:
     prefix, folder = job.options.output, job.options.parts
-    with TokenWriter(prefix, np.dtype(job.dtype), scratch=folder) as writer:
+    with TokenWriter(prefix, np.dtype(job.dtype), scratch=folder, has_mask=job.options.is_chat) as writer:
         for number in range(num_parts):
             writer.append_pair(part_prefix(folder, number))
         if not writer.num_tokens:

@@ -29,7 +29,8 @@ class PrepareOptions:
     output: Path
     tokenizer: str
     workers: int = 1
-    text_column: str = "text"
+    text_column: str | None = None
+    format: str = "text"
     subset: str | None = None
     split_name: str = "train"
     streaming: bool = False
@@ -48,6 +49,11 @@ class PrepareOptions:
             raise DataError("--tokenizer is empty", why="it names the tokenizer", fix="write for example bpe:8192")
         if self.tokenizer.startswith(_BPE) and not self.tokenizer.removeprefix(_BPE).isdecimal():
             raise DataError(f"--tokenizer {self.tokenizer} has no size", fix="write for example bpe:8192")
+        if self.is_chat and (self.bpe_vocab_size is not None or self.tokenizer == "bytes"):
+            why = "the chat template of a tokenizer turns conversations into text"
+            raise DataError(
+                f"--format chat with --tokenizer {self.tokenizer}", why=why, fix="name that of a chat model"
+            )
         if not self.output.name:
             raise DataError(
                 "--output names no file", why="it is the prefix of PREFIX.bin", fix="write for example corpus"
@@ -76,6 +82,16 @@ class PrepareOptions:
     def bpe_vocab_size(self) -> int | None:
         """Vocabulary of the BPE to train; None to load a tokenizer."""
         return int(self.tokenizer.removeprefix(_BPE)) if self.tokenizer.startswith(_BPE) else None
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether documents are conversations."""
+        return self.format == "chat"
+
+    @property
+    def column(self) -> str:
+        """The field with the text or the messages."""
+        return self.text_column or ("messages" if self.is_chat else "text")
 
     @property
     def limits(self) -> Limits:

@@ -11,7 +11,7 @@ A restarted run skips complete parts, so a killed run loses at most the parts in
 import json
 import multiprocessing
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from nanotrain.data.token_format import bin_path, idx_path
 from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.data.worker import exit_with_parent
 from nanotrain.errors import EnvironmentFault, NanotrainError
+from nanotrain.prepare.chat import ChatTemplate
 from nanotrain.prepare.chunks import InputChunk
 from nanotrain.prepare.options import PrepareOptions
 from nanotrain.prepare.readers import DocumentReader
@@ -115,7 +116,9 @@ class PartWriter:
     """Writes part files; keeps the tokenizer and open datasets between chunks."""
 
     def __init__(self, job: PartJob) -> None:
-        self.job, self.reader = job, DocumentReader(job.options.text_column, job.options.limits)
+        options = job.options
+        self.job, self.reader = job, DocumentReader(options.column, options.limits, is_chat=options.is_chat)
+        self.chat = ChatTemplate(job.tokenizer) if options.is_chat else None
         self.tokenizer = load_tokenizer(job.tokenizer)
         self._eod = [self.tokenizer.eod] if job.options.append_eod and self.tokenizer.eod is not None else []
 
@@ -123,16 +126,27 @@ class PartWriter:
         """Tokenize one chunk into its part file."""
         texts, prefix = self.reader.read(chunk), part_prefix(self.job.options.parts, number)
         dtype = np.dtype(self.job.dtype)
-        with TokenWriter(prefix, dtype) as writer:
+        with TokenWriter(prefix, dtype, has_mask=self.chat is not None) as writer:
             while some := _next_texts(texts):
                 # One text at a time keeps to one thread: the processes are the parallelism.
-                documents = [self.tokenizer.encode(text) + self._eod for text in some]
+                documents, masks = self._encode(some)
                 needed = dtype.itemsize * (writer.num_tokens + sum(map(len, documents)))
                 with disk_errors(bin_path(prefix), needed=needed, fix=CURE):
-                    writer.add_documents(documents)
+                    writer.add_documents(documents, masks)
             needed = dtype.itemsize * writer.num_tokens + _INDEX_BYTES * writer.num_documents
             with disk_errors(bin_path(prefix), needed=needed, fix=CURE):  # before the space of the part is free again
                 writer.complete()
+
+    def _encode(self, texts: Sequence[str]) -> tuple[list[list[int]], list[np.ndarray]]:
+        """Token ids of documents, and of conversations their masks, whose end is a target as the last token is."""
+        if self.chat is None:
+            return [self.tokenizer.encode(text) + self._eod for text in texts], []
+        encoded = [self.chat.encode(text) for text in texts]
+        ends = [[] if ids[-1:] == self._eod else self._eod for ids, _ in encoded]
+        documents = [ids + end for (ids, _), end in zip(encoded, ends, strict=True)]
+        return documents, [
+            np.append(mask, mask[-1:].repeat(len(end))) for (_, mask), end in zip(encoded, ends, strict=True)
+        ]
 
 
 def _next_texts(texts: Iterator[str]) -> list[str]:

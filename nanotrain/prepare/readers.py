@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 from nanotrain.errors import DataError
+from nanotrain.prepare.chat import as_text
 from nanotrain.prepare.chunks import InputChunk
 from nanotrain.prepare.inputs import Limits, load_rows, open_input
 from nanotrain.untrusted import parse_json
@@ -19,8 +20,9 @@ KINDS = {int: "a number", float: "a number", bool: "true or false", list: "a lis
 class DocumentReader:
     """Reads the documents of chunks from a column of their rows; keeps a dataset of rows open between its chunks."""
 
-    def __init__(self, column: str, limits: Limits | None = None) -> None:
+    def __init__(self, column: str, limits: Limits | None = None, *, is_chat: bool = False) -> None:
         self.column, self.limits = column, limits or Limits()
+        self.pick = pick_messages if is_chat else pick_text
         self.rows = cache(load_rows)  # of a dataset, loaded on first use
 
     def read(self, chunk: InputChunk) -> Iterator[str]:
@@ -63,6 +65,12 @@ def pick_text(row: Mapping[str, Any], column: str, *, source: str, columns: Sequ
     return text
 
 
+def pick_messages(row: Mapping[str, Any], column: str, *, source: str, columns: Sequence[str] | None = None) -> str:
+    """Get the messages of a row as JSON; empty for null. Arguments and errors as for `pick_text`."""
+    messages = row.get(column)
+    return as_text(messages) if isinstance(messages, list) else pick_text(row, column, source=source, columns=columns)
+
+
 def _read_text(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
     for file in chunk.files:
         limits, most = reader.limits, reader.limits.of_file(file)
@@ -98,10 +106,10 @@ def _read_lines(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
                 why, fix = "they take the time of documents and hold none", "remove them"
                 raise DataError(f"{file} has more than {_BLANK_LINES:,} blank lines in a row", why=why, fix=fix)
             if not is_blank:
-                yield _text_of_line(line, reader.column, file=file, begin=begin)
+                yield _text_of_line(line, reader, file=file, begin=begin)
 
 
-def _text_of_line(line: bytes, column: str, *, file: str, begin: int) -> str:
+def _text_of_line(line: bytes, reader: DocumentReader, *, file: str, begin: int) -> str:
     try:
         row = parse_json(line, allow_nan=True)
         if not isinstance(row, dict):
@@ -112,9 +120,9 @@ def _text_of_line(line: bytes, column: str, *, file: str, begin: int) -> str:
             why=str(error),
             fix='write each document as {"text": "..."}, or remove the line',
         ) from None
-    if isinstance(row.get(column), str):
-        return str(row[column])
-    return pick_text(row, column, source=f"{file} line {_line_number(file, begin)}")
+    if isinstance(row.get(reader.column), str):
+        return str(row[reader.column])
+    return reader.pick(row, reader.column, source=f"{file} line {_line_number(file, begin)}")
 
 
 def _read_parquet(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
@@ -125,14 +133,14 @@ def _read_parquet(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
         file = pyarrow.parquet.ParquetFile(stream)
         names = file.schema_arrow.names
         if column not in names:
-            pick_text(dict.fromkeys(names), column, source=source)
+            reader.pick(dict.fromkeys(names), column, source=source)
         groups = range(chunk.start, chunk.stop)
         most, total = reader.limits.of_file(source), 0
         stored = sum(file.metadata.row_group(group).total_byte_size for group in groups)
         reader.limits.check_file(source, stored, most=most)
         for batch in file.iter_batches(_PARQUET_ROWS, row_groups=groups, columns=[column]):
             for value in batch.column(0):
-                text = pick_text({column: value.as_py()}, column, source=source, columns=names)
+                text = reader.pick({column: value.as_py()}, column, source=source, columns=names)
                 total += len(text)
                 reader.limits.check_file(source, total, most=most)
                 yield text
@@ -143,10 +151,10 @@ def _read_rows(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
     rows, column = reader.rows(chunk.dataset), reader.column
     source = chunk.files[0] if chunk.files else chunk.dataset.name
     if column not in rows.column_names:
-        pick_text(dict.fromkeys(rows.column_names), column, source=source)
+        reader.pick(dict.fromkeys(rows.column_names), column, source=source)
     for batch in rows.select(range(chunk.start, chunk.stop)).select_columns([column]).iter(_ROWS_PER_READ):
         for text in batch[column]:
-            yield pick_text({column: text}, column, source=source, columns=rows.column_names)
+            yield reader.pick({column: text}, column, source=source, columns=rows.column_names)
 
 
 def _read_texts(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:

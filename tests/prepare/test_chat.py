@@ -1,0 +1,143 @@
+"""Conversations become the tokens of transformers' chat template, and only the assistant's are targets."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from nanotrain.cli.main import main
+from nanotrain.config.config import DataConfig
+from nanotrain.data.build import build_data
+from nanotrain.data.indexed import IndexedTokens
+from nanotrain.errors import DataError
+from nanotrain.prepare.chat import ChatTemplate
+from nanotrain.prepare.chunks import plan_chunks
+from nanotrain.prepare.readers import DocumentReader
+
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+PLAIN = "{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n{% else %}"
+    + TURN
+    + "{% endif %}{% endfor %}"
+    + PROMPT
+)
+# as of models that think: what they thought in earlier turns is left out
+FORGETS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last else '' }}<|im_end|>\n{% endfor %}"
+)
+FORGETS += PROMPT
+REFUSES = "{{ raise_exception('roles must alternate') }}"
+TALKS = [
+    [("system", "be kind"), ("user", "2 + 2?"), ("assistant", "it is 4"), ("user", "sure?"), ("assistant", "yes é日")],
+    [("user", "hello"), ("assistant", "hi")],
+]
+
+
+def save_tokenizer(folder: Path, template: str | None) -> str:
+    vocabulary = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def messages(talk: list[tuple[str, str]]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in talk]
+
+
+@pytest.mark.parametrize(("template", "end"), [(PLAIN, "<|im_end|>\n"), (MARKED, "<|im_end|>")])
+def test_only_what_the_assistant_writes_is_a_target(tmp_path: Path, template: str, end: str) -> None:
+    folder = save_tokenizer(tmp_path, template)
+    chat, tokenizer = ChatTemplate(folder), AutoTokenizer.from_pretrained(folder)
+    for talk in TALKS:
+        ids, mask = chat.encode(json.dumps(messages(talk)))
+        assert ids == tokenizer.apply_chat_template(messages(talk), tokenize=True, return_dict=True)["input_ids"]
+        assert mask.shape == (len(ids),) and mask.dtype == np.uint8
+        targets = tokenizer.decode(np.array(ids)[mask == 1].tolist())
+        assert targets == "".join(content + end for role, content in talk if role == "assistant")
+
+
+def test_prepared_conversations_train_on_replies_beside_plain_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # given conversations and a plain corpus, prepared with one tokenizer
+    folder = save_tokenizer(tmp_path / "tokenizer", PLAIN)
+    rows = tmp_path / "talks.jsonl"
+    rows.write_text("".join(json.dumps({"messages": messages(talk)}) + "\n" for talk in TALKS * 5))
+    (tmp_path / "plain.txt").write_text("plain text " * 20)
+    common = ["--tokenizer", folder, "--workers", "1"]
+    talks, plain = tmp_path / "talks", tmp_path / "plain"
+    assert main(["prepare", "--input", str(rows), "--output", str(talks), "--format", "chat", *common]) == 0
+    assert main(["prepare", "--input", f"{plain}.txt", "--output", str(plain), *common]) == 0
+    # then the mask has a byte per token, also in the parts of another division, and documents end with the eod
+    corpus, chat = IndexedTokens(talks), ChatTemplate(folder)
+    assert corpus.num_documents == 10
+    for document in range(2):
+        start, stop = corpus.document_start(document), corpus.document_start(document + 1)
+        ids, mask = chat.encode(json.dumps(messages(TALKS[document])))
+        assert corpus.read(start, stop).tolist()[:-1] == ids
+        assert corpus.read_mask(start, stop).tolist() == [*mask, 1]  # the model learns to end its reply
+    # and samples of a blend have the mask of their labels
+    data = DataConfig(train_data_path=[str(talks), str(plain)], seq_length=16, shuffle=False, eod_mask_loss=False)
+    blend = build_data(data, vocab_size=300, seed=0, required=("train",)).train
+    assert blend is not None
+    for index in range(blend.samples_per_epoch):
+        source, number = blend.locate(index)
+        first = blend.datasets[source].first_token(number)
+        expected = blend.datasets[source].corpus.read_mask(first + 1, first + 17)
+        assert blend[index].loss_mask.tolist() == expected.tolist()
+        assert source == 0 or all(expected)
+    # and a mask of another corpus is refused
+    (tmp_path / "talks.mask").write_bytes(b"\1")
+    with pytest.raises(DataError, match=r"talks.mask does not match: it has 1 bytes"):
+        IndexedTokens(talks)
+    # and a text replaces it
+    assert main(["prepare", "--input", f"{plain}.txt", "--output", str(talks), "--overwrite", *common]) == 0
+    assert not (tmp_path / "talks.mask").exists()
+
+
+@pytest.mark.parametrize(
+    ("template", "talk", "message"),
+    [
+        (None, messages(TALKS[1]), "has no chat template"),
+        (FORGETS, messages(TALKS[0]), "the chat template changes earlier turns"),
+        (REFUSES, messages(TALKS[1]), "the chat template refuses it: roles must alternate"),
+        (PLAIN, [{"role": "user", "content": "alone"}], "no message of the assistant"),
+        (PLAIN, [{"role": "user"}], "content is None, it must be text"),
+        (PLAIN, {"role": "user"}, "messages is an object, it must be a list"),
+    ],
+)
+def test_what_cannot_be_used_is_one_message(tmp_path: Path, template: str | None, talk: object, message: str) -> None:
+    folder = save_tokenizer(tmp_path, template)
+    with pytest.raises(DataError, match=message):
+        ChatTemplate(folder).encode(json.dumps(talk))
+
+
+def test_rows_hold_messages_or_their_json(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    talk = messages(TALKS[1])
+    rows.write_text("".join(json.dumps({"messages": each}) + "\n" for each in (talk, json.dumps(talk), None)))
+    (chunk,) = plan_chunks([str(rows)], subset=None, split="train")
+    reader = DocumentReader("messages", is_chat=True)
+    assert [json.loads(text) for text in reader.read(chunk)] == [talk, talk]
+    for row, message in (({"messages": {"role": "user"}}, "holds no text"), ({"text": "a"}, "no column messages")):
+        rows.write_text(json.dumps(row) + "\n")
+        with pytest.raises(DataError, match=message):
+            list(reader.read(chunk))
+
+
+def test_a_tokenizer_that_is_trained_has_no_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["prepare", "--input", "rows.jsonl", "--output", str(tmp_path / "out"), "--format", "chat"]
+    for name in ("bytes", "bpe:300"):
+        assert main([*line, "--tokenizer", name]) == 2
+        assert "the chat template of a tokenizer turns conversations into text" in capsys.readouterr().err
