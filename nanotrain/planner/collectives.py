@@ -44,13 +44,14 @@ def collective_s(gpu: GPU, operation: str, *, num_bytes: float, ranks: Sequence[
         gpu: the GPU of every rank.
         operation: all_reduce, all_gather, reduce_scatter, all_to_all or p2p.
         num_bytes: size, as the table above has it.
-        ranks: members in ascending order; a range is the fastest.
+        ranks: members in ascending order, a range or a tuple.
     """
     if len(ranks) < 2 or num_bytes <= 0:
         return 0.0
     return _collective_s(gpu, operation, num_bytes=num_bytes, place=placement(gpu, ranks))
 
 
+@lru_cache(maxsize=1 << 12)
 def placement(gpu: GPU, ranks: Sequence[int]) -> Placement:
     """Where ranks lie when the scheduler fills one node after the other.
 
@@ -58,11 +59,6 @@ def placement(gpu: GPU, ranks: Sequence[int]) -> Placement:
     >>> placement(gpu_of("h100"), range(0, 64, 4))
     Placement(size=16, num_nodes=8, per_node=2, same_rail=False)
     """
-    return _placement(gpu, ranks if isinstance(ranks, range) else tuple(ranks))
-
-
-@lru_cache(maxsize=1 << 12)
-def _placement(gpu: GPU, ranks: Sequence[int]) -> Placement:
     counts: dict[int, int] = {}
     for rank in ranks:
         counts[rank // gpu.gpus_per_node] = counts.get(rank // gpu.gpus_per_node, 0) + 1
