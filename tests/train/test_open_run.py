@@ -29,7 +29,7 @@ def names_of(*more: str) -> list[str]:
 
 def test_validation_comes_before_the_log_that_reports_it():
     names = names_of("--eval-interval", "5", "--generate-tokens", "3", "--profile")
-    hooks = ["Evaluate", "Timers", "Log", "Checkpoint", "Profile", "Sample", "Report", "Summary"]
+    hooks = ["Evaluate", "Timers", "Log", "DataOrder", "Checkpoint", "Profile", "Sample", "Report", "Summary"]
     assert names == [f"{name}Hook" for name in hooks]
 
 
