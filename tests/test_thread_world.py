@@ -68,8 +68,8 @@ def never_meet(ctx: ParallelContext) -> None:
 
 
 def test_ranks_that_wait_for_each_other_are_killed_with_their_stacks() -> None:
-    with pytest.raises(pytest.fail.Exception, match=r"(?s)did not finish within 2 s.*never_meet"):
-        run_ranks(2, never_meet, threads=True, timeout_s=2.0)
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)did not finish within 0.5 s.*never_meet"):
+        run_ranks(2, never_meet, threads=True, timeout_s=0.5)
 
 
 def start_different_collectives(ctx: ParallelContext) -> None:
