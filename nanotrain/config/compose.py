@@ -77,8 +77,8 @@ def compose_files(line: CommandLine) -> tuple[dict[str, Any], dict[str, str]]:
     overrides.append("hydra.searchpath=[" + ",".join(f"'file://{folder}'" for folder in folders[1:]) + "]")
     chosen = [(base, "")]
     if choices or any(name is not None for name in listed.values()):
-        # the folders of a user may be large
-        state = frozenset(map(state_of, folders[0].rglob("*.yaml"))) if len(folders) == 1 else object()
+        paths = filter(Path.is_file, folders[0].rglob("*.yaml"))
+        state = frozenset(map(state_of, paths)) if len(folders) == 1 else object()  # a user's folders may be large
         chosen = chosen_files(line.config_name, tuple(overrides), folders=tuple(folders), state=state)
     values, files = merge_files(chosen, built_in=folders[0])
     if recipe_path is not None:

@@ -140,6 +140,7 @@ def test_the_folder_of_recipes_can_be_moved(tmp_path, monkeypatch):
 def test_files_that_are_written_again_are_read_again(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOTRAIN_CONFIG_DIR", str(tmp_path))
     write(tmp_path / "train.yaml", "defaults: [{config: null}, _self_]\n")
+    (tmp_path / ".#train.yaml").symlink_to("of.an.editor")
     for seed, size in ((3, "small"), (4, "small"), (4, "medium")):  # values, then a defaults list
         write(
             tmp_path / "config" / "mine.yaml",
