@@ -21,7 +21,7 @@ sequences, and the rest of every sequence is not read.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanotrain.config.config import Config, TrainConfig
 from nanotrain.config.notation import read_number
@@ -230,6 +230,12 @@ def global_batch_size(train: TrainConfig, dp: int) -> int:
     if train.step_batch_size_schedule:
         return read_steps(train.step_batch_size_schedule, 1).final
     return train.global_batch_size or train.micro_batch_size * dp
+
+
+def with_batch_size(config: Config, size: int) -> Config:
+    """The configuration with one global batch size for all steps."""
+    train = replace(config.train, global_batch_size=size, rampup_batch_size=[], step_batch_size_schedule=[])
+    return replace(config, train=train)
 
 
 def num_microbatches(train: TrainConfig, dp: int) -> int:

@@ -10,16 +10,16 @@ Bandwidths are per GPU and direction. Sizes are bytes, times are seconds.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nanotrain.config.suggest import nearest_choice
+from nanotrain.config.tables import read_table
 from nanotrain.errors import ConfigError
 
 DATA = Path(__file__).parent / "data"
+read_data = cache(partial(read_table, folder=DATA))
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class GPU:
 @cache
 def gpus() -> dict[str, GPU]:
     """All rows by name."""
-    table = yaml.load((DATA / "gpus.yaml").read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    table = read_data("gpus")
     return {name: _gpu(name, **table["defaults"] | row) for name, row in table["gpus"].items()}
 
 

@@ -20,8 +20,8 @@ from nanotrain.config.load import compose_line
 from nanotrain.config.parallel import RecomputeModule
 from nanotrain.config.schema import with_values
 from nanotrain.errors import ConfigError, ErrorCollector
-from nanotrain.planner.hardware import gpu_of
-from nanotrain.planner.scenario import Engine, Scenario, engine_of, read_data, scenario_of
+from nanotrain.planner.hardware import gpu_of, read_data
+from nanotrain.planner.scenario import Engine, Scenario, engine_of, scenario_of
 
 GPT2_VOCAB_SIZE = 50257
 UNSTATED = {"", "-", "?", "n/a", "na", "null", "unknown", "not stated"}

@@ -6,19 +6,17 @@ Scenario --estimate_memory--> MemoryEstimate
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 from math import ceil
-from pathlib import Path
 from typing import Any
 
 from nanotrain.config.config import Config
 from nanotrain.config.schedules import global_batch_size, num_microbatches
 from nanotrain.config.suggest import nearest_choice
-from nanotrain.config.tables import read_table
 from nanotrain.errors import ConfigError
 from nanotrain.parallel.pp.actions import PipelineShape
-from nanotrain.planner.hardware import GPU, Link, as_calibrated
+from nanotrain.planner.hardware import GPU, Link, as_calibrated, read_data
 from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.counts import num_active_parameters
 from nanotrain.spec.shape import ModelShape
@@ -26,8 +24,6 @@ from nanotrain.spec.stages import StageSpec, even_shares, stages_of_lengths
 from nanotrain.topology.groups import GroupName
 from nanotrain.topology.topology import Topology
 from nanotrain.train.plans.plan import check_names, stage_specs
-
-read_data = cache(partial(read_table, folder=Path(__file__).parent / "data"))
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from nanotrain.config.config import Config
 from nanotrain.config.rules.check import check_layout
-from nanotrain.config.schedules import global_batch_size
+from nanotrain.config.schedules import global_batch_size, with_batch_size
 from nanotrain.config.schema import ENTRIES, KEYS, value_of, with_values
 from nanotrain.errors import ConfigError, NanotrainError
 from nanotrain.planner.bound import STRATEGIES, Bound
-from nanotrain.planner.hardware import GPU
+from nanotrain.planner.hardware import GPU, read_data
 from nanotrain.planner.memory import memory_of_rank
 from nanotrain.planner.prediction import Prediction, predict
-from nanotrain.planner.scenario import Scenario, read_data, scenario_of
+from nanotrain.planner.scenario import Scenario, scenario_of
 from nanotrain.planner.step_time import StepTime, predict_step
 from nanotrain.train.plans.plan import plan_run
 
@@ -286,9 +286,9 @@ class Space:
         """The bound of layouts with these sizes of tp, cp, ep and etp."""
         tp, cp, ep, etp = sizes
         world_size = lcm(tp * cp, ep * etp)
-        batch = {"global_batch_size": world_size // (tp * cp), "rampup_batch_size": [], "step_batch_size_schedule": []}
         values = self._sized(AXES.values(), (tp, cp, ep, etp if self.config.model.moe else None))
-        return Bound(plan_run(with_values(self.config, _by_key(values | batch)), world_size, rank=0))
+        config = with_batch_size(with_values(self.config, _by_key(values)), world_size // (tp * cp))
+        return Bound(plan_run(config, world_size, rank=0))
 
 
 def _by_key(values: Values) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import cast
 from nanotrain.checkpoint.plan import coverage_fault
 from nanotrain.comm.recorder import Call
 from nanotrain.config.config import Config
-from nanotrain.config.schedules import num_microbatches
+from nanotrain.config.schedules import num_microbatches, with_batch_size
 from nanotrain.config.schema import with_values
 from nanotrain.parallel.pp.transfers import plan_rank
 from nanotrain.planner.dry_run.agreement import RankClasses, disagreements, full_calls
@@ -133,22 +133,20 @@ def dry_run(config: Config, world_size: int, *, rank: int | None = None) -> DryR
 def _few(config: Config, topology: Topology, *, fewest: bool = False) -> Config:
     """The configuration with as many microbatches as show every part of its schedule, or with the fewest."""
     train, dp, pp = config.train, topology.size("dp"), topology.size("pp")
+    number = num_microbatches(train, dp)
     few = FEWEST if fewest else pp + 2
     if config.parallel.num_virtual_stages_per_pipeline_rank > 1:
         few = 2 * pp
     elif config.parallel.pipeline_schedule == "gpipe":  # all are kept at once
-        few = FEWEST if fewest else num_microbatches(train, dp)
+        few = FEWEST if fewest else number
     values = {
-        "train.global_batch_size": train.micro_batch_size * dp * min(few, num_microbatches(train, dp)),
-        "train.rampup_batch_size": [],
-        "train.step_batch_size_schedule": [],
         "train.torch_compile": False,
         "train.profile": False,
         "data.num_workers": 0,
         "checkpoint.load": None,
         "checkpoint.pretrained_checkpoint": None,
     }
-    return with_values(config, values)
+    return with_batch_size(with_values(config, values), train.micro_batch_size * dp * min(few, number))
 
 
 def _save_faults(records: Mapping[int, RankRecord]) -> Iterator[str]:

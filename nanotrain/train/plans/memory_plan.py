@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_args
 from nanotrain.config.config import Config
 from nanotrain.config.parallel import ShardingStrategy
 from nanotrain.config.rules.check import check_layout
-from nanotrain.config.schedules import num_microbatches
+from nanotrain.config.schedules import num_microbatches, with_batch_size
 from nanotrain.config.schema import with_values
 from nanotrain.errors import ConfigError, NanotrainError
 from nanotrain.parallel.dp.options import MAX_FULL_BUCKETS
@@ -97,14 +97,7 @@ def plan_memory(
     pp_size, count = parallel.pipeline_model_parallel_size, num_microbatches(config.train, dp_size)
     # Planning the transfers of many microbatches takes seconds. A plan for few has the same stages, buffers and groups.
     # Schedules of the batch size change only the number of microbatches.
-    few = with_values(
-        config,
-        {
-            "train.global_batch_size": config.train.micro_batch_size * dp_size * pp_size,
-            "train.rampup_batch_size": [],
-            "train.step_batch_size_schedule": [],
-        },
-    )
+    few = with_batch_size(config, config.train.micro_batch_size * dp_size * pp_size)
     topology = Topology.of(parallel, world_size, has_experts=config.model.moe is not None)
     rank = topology.group_specs(0)["pp"].ranks[pp_rank]
     plan = plan_run(few, world_size, rank=rank)
