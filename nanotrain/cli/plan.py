@@ -65,7 +65,7 @@ def _predict(args: argparse.Namespace, loaded: Loaded, *, command: str) -> Any:
 def _search(args: argparse.Namespace, loaded: Loaded, *, command: str) -> Any:
     """The fastest layouts and the command line of the first, or their values."""
     from nanotrain.planner.screen import as_values, search_text
-    from nanotrain.planner.search import search
+    from nanotrain.planner.search import layout_of, search
 
     result = search(
         loaded.config,
@@ -76,7 +76,7 @@ def _search(args: argparse.Namespace, loaded: Loaded, *, command: str) -> Any:
         max_tensor_parallel_size=args.max_tensor_parallel_size,
     )
     if args.json:
-        return [{"settings": dict(each.values), **as_values(each.prediction)} for each in result.best]
+        return [{"settings": layout_of(each.scenario.config), **as_values(each)} for each in result.best]
     return search_text(result, loaded.config, command=command)
 
 

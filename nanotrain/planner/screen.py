@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from nanotrain.config.config import Config
-from nanotrain.config.schema import ENTRIES, argument_of, value_of
+from nanotrain.config.schema import ENTRIES, argument_of
 from nanotrain.planner.prediction import Prediction
-from nanotrain.planner.search import Found, Search, Values
+from nanotrain.planner.search import Search, layout_of
 from nanotrain.planner.step_time import StepTime
 from nanotrain.quantities import count_of, describe_bytes, describe_count
 
@@ -32,7 +32,7 @@ def parts_of(time: StepTime) -> dict[str, float]:
     return {"compute": time.compute, **exposed, **last}
 
 
-def screen(prediction: Prediction, *, tokens: float | None = None, change: Found | None = None) -> str:
+def screen(prediction: Prediction, *, tokens: float | None = None, change: Prediction | None = None) -> str:
     """One screen: layout, memory, step, throughput, what bounds the step, and the next best change.
 
     Args:
@@ -61,8 +61,8 @@ def screen(prediction: Prediction, *, tokens: float | None = None, change: Found
     lines.append(f"bound by    {bound}, {parts[bound] / time.total:.0%} of the step")
     better = "none of the single changes is faster"
     if change:
-        total = change.prediction.time.total
-        better = f"{flags_of(change.values, scenario.config)}: step {total:.3f} s ({total / time.total - 1:+.1%})"
+        total, flags = change.time.total, flags_of(change.scenario.config, scenario.config)
+        better = f"{flags}: step {total:.3f} s ({total / time.total - 1:+.1%})"
     return "\n".join([*lines, f"next change {better}"])
 
 
@@ -84,9 +84,10 @@ def layout_text(prediction: Prediction) -> str:
     return ", ".join([*axes, f"{batch} of a global batch of {train.global_batch_size:,}", f"recompute {recompute}"])
 
 
-def flags_of(values: Values, config: Config) -> str:
-    """The arguments that change a configuration to these settings."""
-    changed = {name: value for name, value in values.items() if value_of(config, ENTRIES[name].key) != value}
+def flags_of(chosen: Config, config: Config) -> str:
+    """The arguments that change the layout of a configuration to that of another."""
+    now = layout_of(config)
+    changed = {name: value for name, value in layout_of(chosen).items() if value != now[name]}
     return " ".join(
         argument_of(name, value) if value != [] else f"{ENTRIES[name].key}=[]" for name, value in changed.items()
     )
@@ -116,13 +117,13 @@ def search_text(result: Search, config: Config, *, command: str) -> str:
     lines += [_found_line(found) for found in result.best]
     if len(result.frontier) > 1:
         lines += ["", "less memory, slower", *(_found_line(found) for found in result.frontier[1:])]
-    return "\n".join([*lines, "", f"{command} {flags_of(result.best[0].values, config)}".rstrip()])
+    return "\n".join([*lines, "", f"{command} {flags_of(result.best[0].scenario.config, config)}".rstrip()])
 
 
-def _found_line(found: Found) -> str:
-    time, memory = found.prediction.time, found.prediction.memory
+def _found_line(found: Prediction) -> str:
+    time, size = found.time, describe_bytes(found.memory.reserved)
     speed = f"{time.total:>9.3f} s {time.tokens_per_s_per_gpu:>9,.0f} tokens/s per GPU  MFU {time.mfu:>5.1%}"
-    return f"{speed}  {describe_bytes(memory.reserved):>9}  {layout_text(found.prediction)}"
+    return f"{speed}  {size:>9}  {layout_text(found)}"
 
 
 def draw(prediction: Prediction, path: Path) -> None:

@@ -55,26 +55,17 @@ T = TypeVar("T")
 class Candidate(NamedTuple):
     """A layout that may fit."""
 
-    values: Values  # settings of the layout
     scenario: Scenario
     time: StepTime
     least_bytes: int  # lower bound of the memory
 
 
 @dataclass(frozen=True)
-class Found:
-    """A layout that fits."""
-
-    values: Values  # settings of the layout
-    prediction: Prediction
-
-
-@dataclass(frozen=True)
 class Search:
     """The result of a search."""
 
-    best: tuple[Found, ...]  # the fastest first
-    frontier: tuple[Found, ...]  # those that no other layout beats in both time and memory, the fastest first
+    best: tuple[Prediction, ...]  # the fastest first
+    frontier: tuple[Prediction, ...]  # those that no other layout beats in both time and memory, the fastest first
     num_formed: int  # layouts that the rules allow
     num_timed: int  # of these, those that the lower bound of memory lets fit
 
@@ -112,7 +103,7 @@ def search(
             fix="change the number of GPUs or --global-batch-size, or fix fewer settings",
         )
     candidates = space.improved(candidates)
-    best: list[Found] = []
+    best: list[Prediction] = []
     for candidate in candidates[:NUM_CHECKED]:
         best += _checked(candidate)
         if len(best) == NUM_BEST:
@@ -126,19 +117,18 @@ def search(
         )
     lighter = _falling(candidates, lambda each: each.least_bytes, factor=FRONTIER_STEP)
     found = [best[0], *(found for candidate in lighter for found in _checked(candidate))]
-    by_time = sorted(found, key=lambda each: each.prediction.time.total)
-    frontier = tuple(_falling(by_time, lambda each: each.prediction.memory.total))
+    by_time = sorted(found, key=lambda each: each.time.total)
+    frontier = tuple(_falling(by_time, lambda each: each.memory.total))
     return Search(tuple(best), frontier, space.num_formed, len(candidates))
 
 
-def next_change(prediction: Prediction) -> Found | None:
+def next_change(prediction: Prediction) -> Prediction | None:
     """The single change of a layout that makes the step the shortest and fits; None if none is faster."""
     scenario, gpu = prediction.scenario, prediction.scenario.gpu
     engine, max_tp = scenario.engine.name, gpu.gpus_per_node
     space = Space(scenario.config, scenario.world_size, gpu=gpu, engine=engine, max_tp=max_tp)
     longest = prediction.time.total if prediction.memory.fits else float("inf")
-    values = {name: value_of(scenario.config, ENTRIES[name].key) for name in NAMES}
-    for candidate in sorted(space.changes(values), key=lambda candidate: candidate.time.total):
+    for candidate in sorted(space.changes(scenario.config), key=lambda candidate: candidate.time.total):
         if candidate.time.total >= longest:
             break
         if found := _checked(candidate):
@@ -146,12 +136,17 @@ def next_change(prediction: Prediction) -> Found | None:
     return None
 
 
-def _checked(candidate: Candidate) -> list[Found]:
+def layout_of(config: Config) -> dict[str, Any]:
+    """The settings of the layout of a configuration."""
+    return {name: value_of(config, ENTRIES[name].key) for name in NAMES}
+
+
+def _checked(candidate: Candidate) -> list[Prediction]:
     """The layout, if its exact memory fits."""
     if not memory_of_rank(candidate.scenario, 0).fits:
         return []
     prediction = predict(candidate.scenario)
-    return [Found(candidate.values, prediction)] if prediction.memory.fits else []
+    return [prediction] if prediction.memory.fits else []
 
 
 def _falling(items: Iterable[T], bytes_of: Callable[[T], int], *, factor: float = 1.0) -> Iterator[T]:
@@ -202,12 +197,13 @@ class Space:
             promising = sorted(known, key=lambda key: known[key].time.total - known[key].time.bubble / 2)
             fresh = [key for key in promising[:NUM_IMPROVED] if key not in tried]
             tried.update(fresh)
-            changed = [new for key in fresh for new in self.changes(known[key].values)]
+            changed = [new for key in fresh for new in self.changes(known[key].scenario.config)]
             known |= {str(new.scenario.config): new for new in changed}
         return sorted(known.values(), key=lambda candidate: candidate.time.total)
 
-    def changes(self, values: Values) -> Iterator[Candidate]:
-        """Every single change of a layout that may fit."""
+    def changes(self, config: Config) -> Iterator[Candidate]:
+        """Every single change of the layout of a configuration that may fit."""
+        values = layout_of(config)
         for change in self._single_changes(values):
             new = {**values, **change}
             new["sequence_parallel"] = new["tensor_model_parallel_size"] > 1
@@ -243,7 +239,7 @@ class Space:
         self.least_bytes = min(self.least_bytes or least, least)
         if least > self.gpu.memory_bytes:
             return None
-        return Candidate(values, scenario, predict_step(scenario), least)
+        return Candidate(scenario, predict_step(scenario), least)
 
     def _is_allowed(self, change: Values) -> bool:
         """Whether a change keeps what the caller has fixed, and the bounds of the sizes."""

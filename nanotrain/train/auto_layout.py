@@ -98,7 +98,7 @@ def _searched(config: Config, start: Start, *, explicit: frozenset[str]) -> tupl
     gpu = replace(known, memory_bytes=memory or known.memory_bytes)
     max_tp = min(launch.local_world_size, gpu.gpus_per_node)
     result = search(config, launch.world_size, gpu=gpu, fixed=explicit, max_tensor_parallel_size=max_tp)
-    best, free = result.best[0].prediction, frozenset(LAYOUT) - explicit
+    best, free = result.best[0], frozenset(LAYOUT) - explicit
     chosen, _ = reset_unused(best.scenario.config, explicit=explicit, errors=ErrorCollector(), defaults=free)
     text = f"chooses {layout_text(best)}: {best.time.total:.3g} s per step planned"
     return chosen, f"{text}, the fastest of {result.num_formed:,} layouts for {gpu.name}"

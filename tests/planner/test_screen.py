@@ -3,6 +3,7 @@
 import pytest
 
 from nanotrain.config.load import load
+from nanotrain.config.schema import with_values
 from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.prediction import predict
 from nanotrain.planner.scenario import scenario_of
@@ -27,5 +28,5 @@ def test_a_training_has_as_many_gpu_hours_as_its_days_and_gpus():
 
 def test_only_settings_that_differ_are_flags():
     config = load(RUN[:2]).config
-    values = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 1}
-    assert flags_of(values, config) == "--tensor-model-parallel-size 2 --sequence-parallel"
+    values = {"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True}
+    assert flags_of(with_values(config, values), config) == "--tensor-model-parallel-size 2 --sequence-parallel"

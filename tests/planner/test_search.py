@@ -3,13 +3,12 @@
 import pytest
 
 from nanotrain.config.load import load
-from nanotrain.config.schema import ENTRIES, value_of
 from nanotrain.errors import ConfigError
 from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.prediction import predict
 from nanotrain.planner.scenario import scenario_of
 from nanotrain.planner.screen import flags_of
-from nanotrain.planner.search import NAMES, Space, next_change, search
+from nanotrain.planner.search import Space, next_change, search
 
 SMALL = ["+config=llama1b", "--mock-data", "--global-batch-size", "32"]
 
@@ -21,16 +20,16 @@ def result():
 
 def test_the_fastest_comes_first_fits_and_can_be_run_by_its_settings(result):
     config, gpu = load(SMALL).config, gpu_of("h100")
-    times = [found.prediction.time.total for found in result.best]
-    assert times == sorted(times) and all(found.prediction.memory.fits for found in result.best)
-    chosen = load([*SMALL, *flags_of(result.best[0].values, config).split()]).config
+    times = [found.time.total for found in result.best]
+    assert times == sorted(times) and all(found.memory.fits for found in result.best)
+    chosen = load([*SMALL, *flags_of(result.best[0].scenario.config, config).split()]).config
     assert predict(scenario_of(chosen, 8, gpu=gpu)).time.total == times[0]
-    bytes_of = [found.prediction.memory.total for found in result.frontier]
+    bytes_of = [found.memory.total for found in result.frontier]
     assert bytes_of == sorted(bytes_of, reverse=True) and len(set(bytes_of)) == len(bytes_of)
 
 
 def test_no_layout_of_the_search_is_slower_than_one_by_hand(result):
-    gpu, best = gpu_of("h100"), result.best[0].prediction.time.total
+    gpu, best = gpu_of("h100"), result.best[0].time.total
     for flags in (["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"], []):
         by_hand = predict(scenario_of(load([*SMALL, *flags]).config, 8, gpu=gpu))
         assert not by_hand.memory.fits or best <= by_hand.time.total * 1.001
@@ -39,9 +38,9 @@ def test_no_layout_of_the_search_is_slower_than_one_by_hand(result):
 def test_settings_of_the_command_line_stay():
     loaded = load([*SMALL, "--tensor-model-parallel-size", "4", "--sequence-parallel"])
     result = search(loaded.config, 8, gpu=gpu_of("h100"), fixed=loaded.explicit)
-    assert {found.prediction.scenario.sizes["tp"] for found in result.best} == {4}
+    assert {found.scenario.sizes["tp"] for found in result.best} == {4}
     result = search(load(SMALL).config, 8, gpu=gpu_of("h100"), max_tensor_parallel_size=1)
-    assert {found.prediction.scenario.sizes["tp"] for found in result.best} == {1}
+    assert {found.scenario.sizes["tp"] for found in result.best} == {1}
 
 
 def test_a_model_that_fits_nowhere_is_an_error_with_the_least_bytes():
@@ -61,17 +60,16 @@ def test_the_next_change_is_a_faster_layout_that_fits():
     config = load([*SMALL, "--recompute-granularity", "full"]).config
     prediction = predict(scenario_of(config, 8, gpu=gpu_of("h100")))
     change = next_change(prediction)
-    assert change is not None and change.prediction.memory.fits
-    assert change.prediction.time.total < prediction.time.total
+    assert change is not None and change.memory.fits
+    assert change.time.total < prediction.time.total
 
 
 def test_the_flags_of_a_change_give_its_configuration():
     recompute = ["memory.recompute_granularity=selective", "memory.recompute_modules=[mlp]"]
     config = load([*SMALL, *recompute]).config
     space = Space(config, 8, gpu=gpu_of("h100"), engine="nanotrain", max_tp=8)
-    values = {name: value_of(config, ENTRIES[name].key) for name in NAMES}
-    changes = list(space.changes(values))
+    changes = list(space.changes(config))
     assert len(changes) > 6
     for change in changes:
-        loaded = load([*SMALL, *recompute, *flags_of(change.values, config).split()]).config
-        assert loaded == change.scenario.config, flags_of(change.values, config)
+        loaded = load([*SMALL, *recompute, *flags_of(change.scenario.config, config).split()]).config
+        assert loaded == change.scenario.config, flags_of(change.scenario.config, config)
