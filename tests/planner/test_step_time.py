@@ -116,7 +116,7 @@ def test_a_pipeline_of_many_nodes_or_little_memory_can_wait_for_its_transfers() 
 
 def test_without_a_pipeline_steps_on_many_nodes_lose_time_and_their_hosts_too() -> None:
     few, many = (predict_step(llama(size, engine="nanotron", tp=8, gbs=size)) for size in (256, 512))
-    assert (few.data, many.data) == (0.0, 0.65)
+    assert (few.data, many.data) == (0.0, 0.7)
     assert many.host > few.host
 
 
