@@ -23,6 +23,7 @@ AmaxAlgo = Literal["most_recent", "max"]
 WSDDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
 MuonScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
+Packing = Literal["stream", "best_fit"]
 MuonTPMode = Literal["distributed", "blockwise"]
 MatmulPrecision = Literal["medium", "highest"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
@@ -139,6 +140,7 @@ class DataConfig:
     merge_file: str | None = option(None, "GPT-2's merges.txt, with vocab_file instead of tokenizer_model", is_path=True)
     mock_data: bool = option(False, "train on synthetic tokens, for benchmarks")
     shuffle: bool = option(True, "shuffle the samples; off: sample i is tokens [i*S, i*S+S+1)")
+    packing: Packing = option("stream", "what a sample is: stream (a window over all tokens) or best_fit (whole documents and padding; longer ones are divided)")
     num_workers: int = option(1, "data loader processes; 0: load in the training process", check=at_least(0, at_most=256))
     reset_position_ids: bool = option(False, "restart position ids at each document")
     reset_attention_mask: bool = option(False, "mask attention between documents")

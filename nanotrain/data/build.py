@@ -18,11 +18,13 @@ from nanotrain.data.corpus_info import recorded_tokenizer, require_same_tokenize
 from nanotrain.data.data_path import WeightedPrefix, parse_data_path, split_documents
 from nanotrain.data.gpt import GPTDataset, SyntheticDataset
 from nanotrain.data.indexed import IndexedTokens
+from nanotrain.data.packing import PackedDataset
 from nanotrain.errors import ConfigError, DataError, ErrorCollector
 from nanotrain.quantities import count_of
 from nanotrain.untrusted import object_of, parse_json, read_file, shown, text_of, unreadable, whole_number
 
 SPLITS = ("train", "valid", "test")
+PACKINGS: dict[str, type[GPTDataset]] = {"stream": GPTDataset, "best_fit": PackedDataset}
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def build_data(
     valid_sets: dict[str, SampleDataset] = {}
     for name, (entry, *_) in named.items():
         corpus = IndexedTokens(entry.prefix)
-        dataset = GPTDataset(corpus, 0, corpus.num_tokens, data, vocab_size=vocab_size, seed=seed)
+        dataset = PACKINGS[data.packing](corpus, 0, corpus.num_tokens, data, vocab_size=vocab_size, seed=seed)
         _check_samples("valid", [dataset], proportions=data.split)
         valid_sets[name] = dataset
     return DatasetSplits(**built, valid_sets=valid_sets)
@@ -204,7 +206,7 @@ def _dataset(corpus: IndexedTokens, data: DataConfig, *, split: int, vocab_size:
     if _has_own_splits(data):
         documents = range(corpus.num_documents)
     start, stop = corpus.document_start(documents.start), corpus.document_start(documents.stop)
-    return GPTDataset(corpus, start, stop, data, vocab_size=vocab_size, seed=seed)
+    return PACKINGS[data.packing](corpus, start, stop, data, vocab_size=vocab_size, seed=seed)
 
 
 def _check_samples(name: str, datasets: Sequence[GPTDataset], *, proportions: str) -> None:

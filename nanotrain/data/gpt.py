@@ -15,7 +15,9 @@ A window crosses document boundaries. The `.idx` stores them, so no tokenizer is
 
 import hashlib
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +28,15 @@ from nanotrain.errors import DataError
 
 _ROUNDS = 6  # rounds of the Feistel network
 _MASK64 = (1 << 64) - 1
+
+
+class Part(NamedTuple):
+    """The part of a document in a sample."""
+
+    document: int  # index in the corpus
+    start: int  # stream offset of the first token
+    stop: int  # stream offset after the last token
+    place: int  # of the first token in the S + 1 tokens of the sample
 
 
 @dataclass(frozen=True)
@@ -52,33 +63,49 @@ class GPTDataset:
         Raises:
             DataError: the window holds a token id outside the vocabulary.
         """
-        first = self.first_token(index)
+        first = self.start + self.window(index) * self.config.seq_length
         sample = self._sample(self._read(first, first + self.config.seq_length + 1), first)
-        return self._without_excluded(sample, first) if self.excluded else sample
+        return self._without_excluded(sample, index) if self.excluded else sample
 
-    def _without_excluded(self, sample: Sample, first: int) -> Sample:
-        """A sample whose excluded documents are masked, their tokens replaced by the last one: end-of-document."""
-        length = self.config.seq_length
-        ids, loss_mask = np.append(sample.tokens, sample.labels[-1]), sample.loss_mask.copy()
-        for document, start, stop in self.corpus.documents_in(first, first + length + 1):
-            if document in self.excluded:
-                end = self.corpus.document_start(document + 1)
-                ids[start - first : stop - first] = self.corpus.read(end - 1, end)[0]
-                loss_mask[max(0, start - first - 1) : stop - first - 1] = 0.0
-        return replace(sample, tokens=ids[:-1], labels=ids[1:], loss_mask=loss_mask)
-
-    def first_token(self, index: int) -> int:
-        """Stream offset of the first token of sample `index` >= 0."""
+    def window(self, index: int) -> int:
+        """The window of the split that sample `index` >= 0 is."""
         epoch, window = divmod(index, self.samples_per_epoch)
         if self.config.shuffle:
             window = permuted(window, self.samples_per_epoch, seed=self.seed, epoch=epoch)
-        return self.start + window * self.config.seq_length
+        return window
 
     def index_of(self, window: int, epoch: int) -> int:
-        """The index of the sample that is a window of the split, in an epoch; the inverse of `first_token`."""
+        """The index of the sample that is a window of the split, in an epoch; the inverse of `window`."""
         if self.config.shuffle:
             window = permuted(window, self.samples_per_epoch, seed=self.seed, epoch=epoch, inverse=True)
         return epoch * self.samples_per_epoch + window
+
+    def parts(self, index: int) -> Iterator[Part]:
+        """The parts of documents in the S + 1 tokens of a sample, in order."""
+        first = self.start + self.window(index) * self.config.seq_length
+        for document, start, stop in self.corpus.documents_in(first, first + self.config.seq_length + 1):
+            yield Part(document, start, stop, start - first)
+
+    def windows_with(self, document: int) -> Sequence[int]:
+        """The windows whose first S tokens hold a token of a document."""
+        start, stop = self.corpus.document_start(document), self.corpus.document_start(document + 1)
+        first = max(0, start - self.start) // self.config.seq_length
+        last = (min(stop, self.stop) - 1 - self.start) // self.config.seq_length
+        return range(first, min(last + 1, self.samples_per_epoch)) if start < stop else range(0)
+
+    def num_tokens(self, before: int, after: int) -> int:
+        """Tokens in the first S tokens of samples [before, after)."""
+        return (after - before) * self.config.seq_length
+
+    def _without_excluded(self, sample: Sample, index: int) -> Sample:
+        """A sample whose excluded documents are masked, their tokens replaced by the last one: end-of-document."""
+        ids, loss_mask = np.append(sample.tokens, sample.labels[-1]), sample.loss_mask.copy()
+        for part in self.parts(index):
+            if part.document in self.excluded:
+                end, after = self.corpus.document_start(part.document + 1), part.place + part.stop - part.start
+                ids[part.place : after] = self.corpus.read(end - 1, end)[0]
+                loss_mask[max(0, part.place - 1) : after - 1] = 0.0
+        return replace(sample, tokens=ids[:-1], labels=ids[1:], loss_mask=loss_mask)
 
     def _sample(self, ids: np.ndarray, first: int) -> Sample:
         """A sample of S + 1 tokens from `first` of the stream on, with the masks and positions of its documents.

@@ -126,32 +126,30 @@ class OrderStart:
         """The documents of a step after this start, sample after sample."""
         for sample in self.samples(step):
             source, index = self.dataset.locate(sample) if isinstance(self.dataset, BlendedDataset) else (0, sample)
-            part = self.corpora[source]
-            first = part.first_token(index)
-            for document, start, stop in part.corpus.documents_in(first, first + part.config.seq_length):
-                if document in part.excluded:
+            dataset = self.corpora[source]
+            corpus, length = dataset.corpus, dataset.config.seq_length
+            for part in dataset.parts(index):
+                stop = min(part.stop, part.start + length - part.place)  # without the last label
+                if part.document in dataset.excluded or stop <= part.start:
                     continue
                 yield DocumentUse(
                     step,
                     sample,
-                    part.corpus,
-                    epoch=index // part.samples_per_epoch,
-                    document=document,
-                    first_byte=part.corpus.byte_of(start),
-                    last_byte=part.corpus.byte_of(stop - 1) + part.corpus.dtype.itemsize,
-                    tokens=stop - start,
+                    corpus,
+                    epoch=index // dataset.samples_per_epoch,
+                    document=part.document,
+                    first_byte=corpus.byte_of(part.start),
+                    last_byte=corpus.byte_of(stop - 1) + corpus.dtype.itemsize,
+                    tokens=stop - part.start,
                 )
 
     def samples_of(self, corpus: int, document: int, *, steps: range) -> Iterator[tuple[int, int]]:
         """Every step of a range, and sample in it, that holds a token of a document of one of the corpora."""
         part, samples = self.corpora[corpus], range(self.samples(steps[0]).start, self.samples(steps[-1]).stop)
         before, after = self.read_by(samples.start)[corpus], self.read_by(samples.stop)[corpus]
-        start, stop = part.corpus.document_start(document), part.corpus.document_start(document + 1)
-        if before == after or start == stop or document in part.excluded:
+        if before == after or document in part.excluded:
             return
-        length = part.config.seq_length
-        first, last = max(0, start - part.start) // length, (min(stop, part.stop) - 1 - part.start) // length
-        windows = range(first, min(last + 1, part.samples_per_epoch))
+        windows = part.windows_with(document)
         epochs = range(before // part.samples_per_epoch, (after - 1) // part.samples_per_epoch + 1)
         indices = sorted(part.index_of(window, epoch) for epoch in epochs for window in windows)
         for index in indices:
@@ -248,10 +246,10 @@ class DataOrder:
         read: dict[str, tuple[int, float]] = {}
         for start, steps in self.ranges(last_step):
             before, after = start.read_by(start.samples(steps[0]).start), start.read_by(start.samples(steps[-1]).stop)
-            for part, number in zip(start.corpora, map(int.__sub__, after, before), strict=True):
+            for part, first, last in zip(start.corpora, before, after, strict=True):
                 tokens, epochs = read.get(str(part.corpus.prefix), (0, 0.0))
-                more = number * part.config.seq_length, number / max(1, part.samples_per_epoch)
-                read[str(part.corpus.prefix)] = tokens + more[0], epochs + more[1]
+                tokens, epochs = tokens + part.num_tokens(first, last), epochs + (last - first) / part.samples_per_epoch
+                read[str(part.corpus.prefix)] = tokens, epochs
         return read
 
     def ranges(self, last_step: int) -> Iterator[tuple[OrderStart, range]]:

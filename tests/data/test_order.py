@@ -26,7 +26,10 @@ LENGTHS = ((3, 40, 0, 17, 90, 5, 61), (120, 8, 33), (7,) * 25)
 def prefixes(tmp_path_factory) -> list[Path]:
     folder = tmp_path_factory.mktemp("corpora")
     return [
-        write_documents(folder / f"c{i}", random_documents(lengths, vocab_size=VOCAB_SIZE, seed=i))
+        write_documents(
+            folder / f"c{i}",
+            [document + 1 for document in random_documents(lengths, vocab_size=VOCAB_SIZE - 1, seed=i)],
+        )
         for i, lengths in enumerate(LENGTHS)
     ]
 
@@ -49,7 +52,8 @@ def random_config(draw: random.Random, prefixes: list[Path], *, consumed: int) -
         steps = [f"0:{size}", f"{(consumed + 5) * seq_length}:{size + 3}"]
         train = replace(train, step_batch_size_schedule=steps, global_batch_size=size + 3)
     split = draw.choice(["100", "70,20,10"])
-    return Config(data=DataConfig(seq_length=seq_length, shuffle=draw.random() < 0.8, split=split, **data), train=train)
+    data |= {"packing": draw.choice(["stream", "best_fit"]), "shuffle": draw.random() < 0.8}
+    return Config(data=DataConfig(seq_length=seq_length, split=split, **data), train=train)
 
 
 def tokens_read(start: OrderStart, *, dp_size: int, num_steps: int) -> list[list[list[int]]]:
@@ -71,7 +75,9 @@ def tokens_read(start: OrderStart, *, dp_size: int, num_steps: int) -> list[list
         ) as loader:
             for tokens in by_step:
                 batches = [batch for batch in next(loader) if not batch.is_padding]
-                tokens += [row for batch in batches for row in batch.tokens.tolist()]
+                tokens += [
+                    [token for token in row if token] for batch in batches for row in batch.tokens.tolist()
+                ]  # no padding
     return by_step
 
 
@@ -171,7 +177,7 @@ def test_excluded_documents_are_neither_read_nor_listed(prefixes: list[Path], tm
     masked = 0
     for index in range(2 * full.samples_per_epoch):
         before, after = full[index], without[index]
-        first = starts[0].corpora[0].first_token(index)
+        first = next(starts[0].corpora[0].parts(index)).start
         for place in range(9):
             document, *_ = next(corpus.documents_in(first + place, first + place + 1))
             ids = [np.append(sample.tokens, sample.labels[-1])[place] for sample in (before, after)]

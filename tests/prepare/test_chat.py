@@ -93,7 +93,7 @@ def test_prepared_conversations_train_on_replies_beside_plain_text(
     assert blend is not None
     for index in range(blend.samples_per_epoch):
         source, number = blend.locate(index)
-        first = blend.datasets[source].first_token(number)
+        first = next(blend.datasets[source].parts(number)).start
         expected = blend.datasets[source].corpus.read_mask(first + 1, first + 17)
         assert blend[index].loss_mask.tolist() == expected.tolist()
         assert source == 0 or all(expected)
