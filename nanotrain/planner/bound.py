@@ -1,7 +1,7 @@
 """`Bound`: a lower bound of the memory of a layout, a thousand times faster than its plan."""
 
-from math import prod
-from typing import Any
+from collections import defaultdict
+from functools import cache
 
 from nanotrain.planner.scenario import Scenario
 from nanotrain.train.plans.activations import Activations
@@ -20,16 +20,15 @@ class Bound:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._numel: dict[str, list[int]] = {}
+        self._numel = defaultdict[tuple[str, bool], int](int)
         for param in plan.stages[0].params:
-            numel = self._numel.setdefault(param.spec.unit, [0, 0])
-            numel[param.spec.is_expert] += prod(param.box.shape)
+            self._numel[param.spec.unit, param.spec.is_expert] += param.box.numel
         resident, layouts = plan.resident_bytes, [(each.layout.numel, each.shard.size) for each in plan.buffers]
         total = sum(numel for numel, _ in layouts)
         self._params, self._grads = resident.params / total, resident.grads / total
         self._optimizer = resident.optimizer / sum(numel / size for numel, size in layouts)
         self._kept = Activations(plan, "cuda")
-        self._blocks: dict[Any, int] = {}  # by the kind of a layer
+        self._block = cache(self._kept.block)
 
     def of(self, scenario: Scenario) -> int:
         """Bytes of a scenario."""
@@ -42,7 +41,7 @@ class Bound:
         shards = scenario.sizes["dp"] * scenario.sizes["cp"], scenario.sizes["expert_dp"]
         total = 0.0
         for is_expert, size in enumerate(shards):
-            numel, size = sum(self._numel[unit][is_expert] for unit in units), size // instances
+            numel, size = sum(self._numel[unit, is_expert > 0] for unit in units), size // instances
             per_element = (self._optimizer, self._grads, self._params)
             total += sum(numel * num / (size if level > index else 1) for index, num in enumerate(per_element))
         return total
@@ -58,9 +57,3 @@ class Bound:
         chunks = 2 * (shape.num_ranks - 1) + (virtual - 1) * shape.num_ranks + 1 if virtual > 1 else shape.num_ranks
         kept *= scenario.config.train.micro_batch_size
         return kept * min(shape.num_microbatches * virtual, chunks) / virtual
-
-    def _block(self, layer: int, modules: frozenset[str]) -> int:
-        kinds = self._kept.shape.has_experts(layer), self._kept.shape.has_window(layer), modules
-        if kinds not in self._blocks:
-            self._blocks[kinds] = self._kept.block(layer, modules)
-        return self._blocks[kinds]

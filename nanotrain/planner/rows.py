@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nanotrain.errors import ConfigError, NanotrainError
+from nanotrain.planner.hardware import read_data
 from nanotrain.planner.memory import memory_of_rank
 from nanotrain.planner.prediction import Prediction, predict
 from nanotrain.planner.row_config import Row, scenario_of_row
 from nanotrain.planner.scenario import engine_of
 
-CHOICES = {  # of cells that a row leaves open
-    "mbs": ("1", "2", "4", "8"),
-    "vp": ("1", "2", "4"),
-    "recompute": ("none", "selective layernorm mla_up_proj moe_act", "selective layernorm mla_up_proj mlp moe"),
-}
+CHOICES: dict[str, list[str]] = read_data("rows")["open"]  # of cells that a row leaves open
 NEEDED = ("layers", "hidden", "seq")  # a table without one of these columns has no row that could be modelled
 
 

@@ -38,12 +38,7 @@ FIRST: Values = LAYOUTS["first"]
 RECOMPUTED: list[Values] = LAYOUTS["recomputed"]
 SCHEDULES: list[Values] = LAYOUTS["schedules"]
 NAMES = (*FIRST, "cp_comm_type")  # settings of a layout
-AXES = {  # whose sizes decide the parameters and the activations of a layer
-    "tp": "tensor_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-}
+AXES: Mapping[str, str] = LAYOUTS["axes"]  # whose sizes decide the parameters and the activations of a layer
 SHARD_RANKS = (8, 64, 512)  # of an optimizer instance, where state is sharded inside instances only
 NUM_IMPROVED, NUM_ROUNDS = 16, 4  # layouts of which every single change is tried, and how often
 NUM_BEST = 5  # layouts of the result
