@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from nanotrain.kernels import triton_permute, triton_softmax, triton_swiglu
-from nanotrain.kernels.fp8 import triton_cast
+from nanotrain.kernels.fp8 import triton_cast, triton_grouped
 from nanotrain.kernels.fp8.quantize import Cast
 from nanotrain.kernels.permute import plan_permutation
+from nanotrain.precision.fp8 import Block
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles nothing with TRITON_INTERPRET=1", allow_module_level=True)
@@ -72,17 +73,34 @@ def test_every_kernel_compiles(compiled: set[str], dtype: torch.dtype) -> None:
     assert compiled == {name for name, value in kernels.items() if isinstance(value, triton.JITFunction)}
 
 
+E4M3 = torch.float8_e4m3fn
 # blocks of the recipes that a card has: torch multiplies tiles of 128 on Hopper, MX on Blackwell
 FP8_BLOCKS = [(90, (None, None)), (90, (1, None)), (90, (1, 128)), (90, (128, 128)), (100, (1, 32))]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("compiled", "block"), FP8_BLOCKS, indirect=["compiled"])
-def test_casts_to_fp8_compile(compiled: set[str], block: tuple[int | None, int | None]) -> None:
+def test_casts_to_fp8_compile(compiled: set[str], block: Block) -> None:
     x, inverse = torch.randn(64, 256).bfloat16(), torch.ones(1) if block == (None, None) else None
     how = Cast(block, torch.float8_e4m3fn, power_of_two=inverse is None, columns=True)
     triton_cast.cast(x, how, inverse=inverse, measures=inverse is not None)
     assert compiled == ({"_cast"} if block != (1, None) else {"_cast", "_amax"})
+
+
+PRODUCTS = [(90, (None, None), torch.float8_e5m2), (90, (1, 128), E4M3), (100, (1, 32), E4M3)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("compiled", "block", "dtype"), PRODUCTS, indirect=["compiled"])
+@pytest.mark.parametrize("sums", [False, True])
+def test_products_of_experts_compile(compiled: set[str], block: Block, dtype: torch.dtype, sums: bool) -> None:
+    offs, is_mx = torch.tensor([128, 256], dtype=torch.int32), block == (1, 32)
+    blocks = [size or 0 for size in (*block, *((128, 128) if block == (1, 128) and not sums else block))]
+    scales = torch.ones(2, 1) if block == (None, None) else torch.ones(256, 8, dtype=torch.uint8 if is_mx else None)
+    operands = [torch.empty(256, 256, dtype=dtype), scales, torch.empty(256, 256, dtype=E4M3), scales, offs]
+    out = torch.empty(2, 256, 256) if sums else torch.empty(256, 128).bfloat16()
+    triton_grouped.write_grouped_mm(operands, blocks, out=out, adds=sums)
+    assert compiled == {"_multiply"}
 
 
 @pytest.mark.filterwarnings("ignore")

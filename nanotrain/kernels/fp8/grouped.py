@@ -1,11 +1,10 @@
 """fp8 products of stacked experts.
 
-    Fp8LoopedMM      one product per expert, with any recipe; the host waits for the number of tokens per expert
-    Fp8GroupedMM     one product for all experts, with a scale per tensor or per row; without a host sync
+    Fp8LoopedMM      one product per expert, by torch's operators; the host waits for the number of tokens per expert
+    Fp8GroupedMM     one launch for all experts, without a host sync, where Triton kernels run
     select_fp8_gemm  which of them a layer uses
 
-The tokens of an expert count as one tensor, so a scale per tensor is a scale per expert. Emulated, both give equal
-bits.
+The tokens of an expert count as one tensor, so a scale per tensor is a scale per expert.
 
     T tokens, sorted by expert; after the last offset they belong to none   I inputs   O outputs   E experts
 """
@@ -16,10 +15,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from nanotrain.kernels.fp8 import triton_grouped
 from nanotrain.kernels.fp8.layer import Fp8Layer, Operand
 from nanotrain.kernels.fp8.products import Scales, tensor_amax
-from nanotrain.kernels.fp8.quantize import Quantized, block_amax, inverse_scales, quantize
-from nanotrain.kernels.fp8.scaled_mm import Groups, multiply_matrices, multiply_tokens, scaled_mm
+from nanotrain.kernels.fp8.quantize import Quantized, block_amax
+from nanotrain.kernels.fp8.scaled_mm import grouped_by_torch, packed, scaled_mm
 from nanotrain.kernels.grouped import GroupedMM, accumulate_each, tokens_of_experts
 from nanotrain.kernels.linear import GradView, wgrad
 
@@ -116,101 +116,123 @@ class Fp8LoopedMM(GroupedMM):
         return torch.cat([*products, products[0].new_empty(num_dropped, products[0].shape[1])])
 
 
-class Fp8GroupedMM(Fp8LoopedMM):
-    """The products of all experts in one call.
+class Fp8GroupedMM(GroupedMM):
+    """The products of all experts in one launch each, of operands that kernels cast; without a host sync.
 
-    torch's kernel takes e4m3 only, so on CUDA gradients in e5m2 are multiplied expert by expert.
+    Args:
+        layer: fp8 options of the stacked weights.
+        records: whether the amaxes of the microbatch count for the history.
     """
+
+    def __init__(self, layer: Fp8Layer, *, records: bool = False) -> None:
+        self._layer, self._records, self._scales = layer, records, Scales([layer], records=records)
+        self._grad_t: Quantized | None = None  # cast together with the gradient of dgrad
+
+    def for_microbatch(self) -> Self:
+        """New products, with scales of their own."""
+        return type(self)(self._layer, records=torch.is_grad_enabled())
 
     def fprop(self, x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
         """[T, I], [E, O, I] -> [T, O]."""
-        if not self._is_grouped(x, Operand.INPUT):
-            return super().fprop(x, weight, offs=offs)
-        groups = Groups.of(offs, num_tokens=len(x))
         if not self._scales.has(Operand.INPUT):
-            self._set_forward_scales(_token_amaxes(x, groups), weight)
-        return self._multiply_tokens(x, weight, operand=Operand.INPUT, groups=groups)
+            amaxes = {(0, Operand.INPUT): self._scales.amax(x, Operand.INPUT, offs=offs)}
+            if self._layer.stored is not None:
+                amaxes[0, Operand.WEIGHT] = self._layer.stored.amax
+            elif self._layer.kept is None:
+                amaxes[0, Operand.WEIGHT] = self._scales.amax(weight.flatten(0, 1), Operand.WEIGHT, offs=_ends(weight))
+            self._scales.set(amaxes)
+        tokens, _ = self._scales.cast(x, Operand.INPUT, offs=offs)
+        return self._multiply((tokens, self._matrices(weight)), offs, dtype=x.dtype)
 
     def dgrad(self, grad: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
         """[T, O], [E, O, I] -> [T, I]."""
-        if not self._is_grouped(grad, Operand.GRAD):
-            return super().dgrad(grad, weight, offs=offs)
-        groups = self._scale_grads(grad, offs)
-        return self._multiply_tokens(grad, weight, operand=Operand.GRAD, groups=groups)
+        self._scale_grads(grad, offs)
+        columns = self._layer.options.wgrad and weight.requires_grad
+        rows, self._grad_t = self._scales.cast(grad, Operand.GRAD, columns=columns, offs=offs)
+        return self._multiply((rows, self._matrices(weight, transposed=True)), offs, dtype=grad.dtype)
 
     def wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor) -> Tensor:
         """[T, O], [T, I] -> [E, O, I]."""
-        if not self._layer.options.wgrad or not self._is_grouped(grad, Operand.GRAD):
+        if not self._layer.options.wgrad:
             return super().wgrad(grad, x, offs=offs)
-        groups = self._scale_grads(grad, offs)
-        grads = self._quantize_columns(grad, Operand.GRAD, groups=groups)
-        inputs = self._quantize_columns(x, Operand.INPUT, groups=groups)
-        return multiply_matrices(grads, inputs, groups=groups, dtype=grad.dtype)
+        return self._multiply(self._columns(grad, x, offs=offs), offs, dtype=grad.dtype, sums=True)
 
-    def _is_grouped(self, x: Tensor, operand: Operand) -> bool:
-        return len(x) > 0 and (not x.is_cuda or self._layer.options.dtype(operand) is torch.float8_e4m3fn)
+    def accumulate_wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor, view: GradView) -> bool:
+        """As `GroupedMM`: by the kernel of this project."""
+        if not self._layer.options.wgrad:
+            return super().accumulate_wgrad(grad, x, offs=offs, view=view)
+        target = None if self._is_of_torch(Operand.GRAD) else view.start_write()
+        if target is None:
+            return False
+        operands, blocks = packed(*self._columns(grad, x, offs=offs))
+        triton_grouped.write_grouped_mm([*operands, offs], blocks, out=target[0], adds=target[1])
+        return True
 
-    def _scale_grads(self, grad: Tensor, offs: Tensor) -> Groups:
-        groups = Groups.of(offs, num_tokens=len(grad))
+    def _columns(self, grad: Tensor, x: Tensor, *, offs: Tensor) -> tuple[Quantized, Quantized]:
+        """[O, T] and [I, T], the tokens of each expert from a multiple of the unit on."""
+        grad_t, self._grad_t = self._grad_t, None
+        if grad_t is None:
+            self._scale_grads(grad, offs)
+            _, grad_t = self._scales.cast(grad, Operand.GRAD, rows=False, columns=True, offs=offs)
+        _, x_t = self._scales.cast(x, Operand.INPUT, rows=False, columns=True, offs=offs)
+        assert grad_t is not None and x_t is not None, "both were asked for"
+        return grad_t, x_t
+
+    def _scale_grads(self, grad: Tensor, offs: Tensor) -> None:
         if not self._scales.has(Operand.GRAD):
-            self._scales.set({(0, Operand.GRAD): _token_amaxes(grad, groups)})
-        return groups
+            self._scales.set({(0, Operand.GRAD): self._scales.amax(grad, Operand.GRAD, offs=offs)})
 
-    def _multiply_tokens(self, x: Tensor, weight: Tensor, *, operand: Operand, groups: Groups) -> Tensor:
-        """[T, K], [E, O, I] -> [T, N] with the weight, transposed for gradients; of dropped tokens undefined."""
-        if self._layer.options.recipe.is_per_tensor:
-            inverse = groups.per_token(self._scales.of_experts(operand)[:, None])
-        else:
-            inverse = self._inverse(block_amax(x, ROW), operand)
-        tokens = quantize(x, inverse, block=ROW, dtype=self._layer.options.dtype(operand))
-        matrices = self._quantize_matrices(weight, transposed=operand is Operand.GRAD)
-        return multiply_tokens(tokens, matrices, groups=groups, dtype=x.dtype)
+    def _matrices(self, weight: Tensor, *, transposed: bool = False) -> Quantized | None:
+        """[E, O, I] -> the rows of all matrices, or of all transposed ones."""
+        layer = self._layer
+        if layer.stored is not None:
+            return layer.stored.matrices(transposed=transposed)
+        forms, keeps = layer.kept, self._records and layer.options.keeps_weights and self._scales.is_local
+        if forms is None:
+            wanted = {"rows": keeps or not transposed, "columns": keeps or transposed}
+            forms = self._scales.cast(weight.detach().flatten(0, 1), Operand.WEIGHT, offs=_ends(weight), **wanted)
+            layer.kept = forms if keeps else None
+        return forms[int(transposed)]
 
-    def _quantize_matrices(self, weight: Tensor, *, transposed: bool) -> Quantized:
-        """[E, O, I] -> the rows of all matrices, or of all transposed ones: [E * O, I] or [E * I, O]."""
-        stored = self._layer.stored
-        kept = weight if stored is None else stored.values
-        matrices = kept.transpose(1, 2) if transposed else kept
-        rows = matrices.flatten(0, 1)
-        if not self._layer.options.recipe.is_per_tensor:
-            inverse = self._inverse(block_amax(rows, ROW), Operand.WEIGHT)
-        else:
-            inverse = self._scales.of_experts(Operand.WEIGHT) if stored is None else stored.inverse_scales.flatten()
-            inverse = inverse.repeat_interleave(matrices.shape[1])[:, None]
-        if stored is not None:
-            return Quantized(rows, inverse, ROW)
-        return quantize(rows, inverse, block=ROW, dtype=self._layer.options.dtype(Operand.WEIGHT))
-
-    def _quantize_columns(self, x: Tensor, operand: Operand, *, groups: Groups) -> Quantized:
-        """[T, K], with inverse scales [E, K] per expert and column, or [E, 1]."""
-        if self._layer.options.recipe.is_per_tensor:
-            inverse = self._scales.of_experts(operand)[:, None]
-        else:
-            amax = groups.largest(x.abs().float().nan_to_num(nan=torch.inf, posinf=torch.inf))
-            inverse = self._inverse(amax, operand)
-        values = quantize(x, groups.per_token(inverse), block=ROW, dtype=self._layer.options.dtype(operand)).values
-        return Quantized(values, inverse, ROW)
-
-    def _inverse(self, amax: Tensor, operand: Operand) -> Tensor:
+    def _is_of_torch(self, operand: Operand) -> bool:
+        """Whether torch has the product: e4m3 on one compute capability, with scales per tensor or row."""
         options = self._layer.options
-        return inverse_scales(amax, options.dtype(operand), power_of_two=options.recipe.power_of_two)
+        return (
+            options.has_grouped_mm
+            and options.recipe.block[1] is None
+            and options.dtype(operand) is options.dtype(Operand.INPUT)
+        )
+
+    def _multiply(
+        self,
+        operands: tuple[Quantized | None, Quantized | None],
+        offs: Tensor,
+        *,
+        dtype: torch.dtype,
+        sums: bool = False,
+    ) -> Tensor:
+        a, b = operands
+        assert a is not None and b is not None, "both were asked for"
+        if a.values.dtype == b.values.dtype and self._is_of_torch(Operand.INPUT):
+            return grouped_by_torch(a, b, offs=offs, sums=sums).to(dtype)
+        tensors, blocks = packed(a, b)
+        return triton_grouped.fp8_grouped_mm([*tensors, offs], blocks=blocks, sums=sums, dtype=dtype)
 
 
-def select_fp8_gemm(layer: Fp8Layer) -> Fp8LoopedMM:
-    """`Fp8GroupedMM` if scales are per tensor or per row and the device supports it, else `Fp8LoopedMM`."""
-    blocks = layer.options.recipe.block, layer.options.recipe.weight_block
-    is_grouped = layer.options.has_grouped_mm and all(columns is None for _, columns in blocks)
-    return Fp8GroupedMM(layer) if is_grouped else Fp8LoopedMM(layer)
+def select_fp8_gemm(layer: Fp8Layer) -> GroupedMM:
+    """`Fp8GroupedMM` where Triton kernels run, else `Fp8LoopedMM`."""
+    return Fp8GroupedMM(layer) if layer.options.is_fused else Fp8LoopedMM(layer)
+
+
+def _ends(weight: Tensor) -> Tensor:
+    """[E], the end of the rows of each matrix of [E, O, I]."""
+    experts, rows, _ = weight.shape
+    return torch.arange(rows, experts * rows + 1, rows, dtype=torch.int32, device=weight.device)
 
 
 def _part_amaxes(parts: Sequence[Tensor]) -> Tensor:
     """[E]; 0 for an expert without tokens."""
     return torch.cat([tensor_amax(part) if len(part) else part.new_zeros(1, dtype=torch.float32) for part in parts])
-
-
-def _token_amaxes(x: Tensor, groups: Groups) -> Tensor:
-    """[T, K] -> [E]."""
-    return groups.largest(block_amax(x.detach(), ROW))[:, 0]
 
 
 def _matrix_amaxes(weight: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class Fp8Options:
     margin: int = 0  # delayed: scales are lower by 2^margin
     history_length: int = 1  # delayed
     uses_largest: bool = False  # delayed: the largest amax of the history instead of the newest
-    has_grouped_mm: bool = False  # whether the device multiplies all experts in one product, with scales per row
+    has_grouped_mm: bool = False  # whether torch multiplies all experts in one product, with scales per row
     is_fused: bool = False  # whether kernels of Triton cast operands
     keeps_weights: bool = False  # whether weights are cast once per step
     reduce_amax: ReduceAmax | None = None  # one scale per tensor: over the ranks that share one; None: not shared
@@ -85,6 +85,13 @@ class StoredWeight:
         if transposed:
             values, scales = values.t().contiguous(), scales.t().contiguous()
         return Quantized(values, scales, self.block)
+
+    def matrices(self, *, transposed: bool = False) -> Quantized:
+        """The rows of all matrices, [E * O, I], or of all transposed ones."""
+        values, scales = self.values, self.inverse_scales
+        if transposed:
+            values, scales = values.mT.contiguous(), scales.mT.contiguous()
+        return Quantized(values.flatten(0, 1), scales.flatten(0, 1), self.block)
 
 
 class Fp8Layer(nn.Module):
@@ -195,7 +202,7 @@ def fp8_options(
         margin=fp8.margin,
         history_length=fp8.amax_history_len,
         uses_largest=fp8.amax_compute_algo == "max",
-        has_grouped_mm=capability in (None, GROUPED_CAPABILITY),
+        has_grouped_mm=capability == GROUPED_CAPABILITY,
         is_fused=is_fused,
         keeps_weights=keeps_weights,
         reduce_amax=_share(recipe, sequence, etp=Group.single_rank("etp")),
@@ -209,7 +216,7 @@ def expert_fp8_options(
     if options is None:
         return None
     reduce_amax = _share(options.recipe, sequence, etp=etp, experts=experts)
-    return replace(options, reduce_amax=reduce_amax, is_fused=False)
+    return replace(options, reduce_amax=reduce_amax)
 
 
 def _share(

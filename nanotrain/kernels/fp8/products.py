@@ -58,11 +58,12 @@ class Scales:
         """Whether amaxes are measured while tensors are cast, with scales that follow from earlier ones."""
         return self._options.is_fused and self._options.recipe.has_history and self.is_local
 
-    def amax(self, x: Tensor, operand: Operand, *, layer: int = 0) -> Tensor:
-        """[1], the amax of a tensor; 0 where its scale follows from the history, and `cast` measures it."""
+    def amax(self, x: Tensor, operand: Operand, *, layer: int = 0, offs: Tensor | None = None) -> Tensor:
+        """[E], the amax of each expert's rows; 0 where its scale follows from the history, and `cast` measures it."""
         if not self._options.is_fused:
             return tensor_amax(x)
-        return triton_cast.amaxes(x, unless=self._layers[layer].earlier_amax(operand) if self._measures else None)
+        earlier = self._layers[layer].earlier_amax(operand) if self._measures else None
+        return triton_cast.amaxes(x, offs, unless=earlier)
 
     def set(self, amaxes: Mapping[Key, Tensor]) -> None:
         """Compute scales from this rank's amaxes [E] by layer and operand; one collective where they are shared."""
@@ -75,10 +76,6 @@ class Scales:
         for (layer, operand), amax in zip(amaxes, values, strict=True):
             self.inverse[layer, operand] = self._layers[layer].inverse_scales(operand, amax)
 
-    def of_experts(self, operand: Operand) -> Tensor:
-        """The inverse scales [E] per tensor of an operand of the first layer."""
-        return self.inverse[0, operand]
-
     def quantize(self, x: Tensor, operand: Operand, *, layer: int = 0, expert: int = 0) -> Quantized:
         """x [R, K] in fp8, K being what the product sums over."""
         how, recipe = self._how(operand), self._options.recipe
@@ -88,14 +85,24 @@ class Scales:
             inverse = inverse_scales(block_amax(x, how.block), how.dtype, power_of_two=recipe.power_of_two)
         return quantize(x, inverse, block=how.block, dtype=how.dtype)
 
-    def cast(self, x: Tensor, operand: Operand, *, layer: int = 0, rows: bool = True, columns: bool = False) -> Forms:
-        """x [R, K] in fp8, for products that sum over its columns and over its rows."""
+    def cast(
+        self,
+        x: Tensor,
+        operand: Operand,
+        *,
+        layer: int = 0,
+        rows: bool = True,
+        columns: bool = False,
+        offs: Tensor | None = None,
+    ) -> Forms:
+        """x [R, K] in fp8, for products that sum over its columns and over its rows; kernels take rows of experts."""
         how, key = replace(self._how(operand), rows=rows, columns=columns), (layer, operand)
         inverse = self.inverse[key] if self._options.recipe.is_per_tensor else None
         if not self._options.is_fused:
             return cast(x, how, inverse=inverse)
         measures = self._measures and key not in self._measured
-        forms, amax = triton_cast.cast(x, how, inverse=inverse, measures=measures)
+        is_stack = offs is not None and operand is Operand.WEIGHT
+        forms, amax = triton_cast.cast(x, how, inverse=inverse, offs=offs, is_stack=is_stack, measures=measures)
         return self._guarded(forms, amax, key=key) if measures else forms
 
     def _guarded(self, forms: Forms, amax: Tensor, *, key: Key) -> Forms:
@@ -106,7 +113,7 @@ class Scales:
             if self._records and (is_input or index == key[0]):
                 layer.record(key[1], amax)
         self.inverse[key] = inverse = torch.where(amax.isfinite(), self.inverse[key], torch.nan)
-        rows, columns = (form and replace(form, inverse_scales=inverse.view(1, 1)) for form in forms)
+        rows, columns = (form and replace(form, inverse_scales=inverse.view(-1, 1)) for form in forms)
         return rows, columns
 
     def _how(self, operand: Operand) -> Cast:

@@ -1,9 +1,7 @@
 """The products of fp8 matrices.
 
-    scaled_mm           a [M, K], b [N, K]       -> a b^T [M, N]
-    Groups              which tokens belong to which expert, on the device
-    multiply_tokens     a [T, K], b [E, N, K]    -> [T, N], of each token with the matrix of its expert
-    multiply_matrices   a [T, M], b [T, N]       -> [E, M, N], one product over the tokens of each expert
+    scaled_mm          a [M, K], b [N, K]   -> a b^T [M, N]
+    grouped_by_torch   of all experts
 
 On CUDA they are torch's, which takes a block size of each operand and the scales in a layout of its own. Other devices
 emulate them: fp8 values are multiplied exactly and summed in fp32.
@@ -14,21 +12,16 @@ emulate them: fp8 values are multiplied exactly and summed in fp32.
     (1, 128)            BlockWise1x128
     (128, 128)          BlockWise128x128
     (1, 32)             BlockWise1x32, scales in e8m0
-
-    tokens       | expert 0 | expert 1       | dropped |
-    padded       | expert 0 |..| expert 1       |.| dropped | ...      torch sums over multiples of 16 tokens
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanotrain.kernels.fp8.quantize import Quantized
-from nanotrain.kernels.grouped import GroupedMM
 from nanotrain.kernels.linear import add_cast
 from nanotrain.precision.fp8 import Block
 
@@ -161,73 +154,36 @@ def _pad(values: Tensor, padding: tuple[int, ...]) -> Tensor:
     return F.pad(values.view(torch.uint8), padding).view(values.dtype) if any(padding) else values
 
 
-_PRODUCTS = GroupedMM()
+def grouped_by_torch(a: Quantized, b: Quantized, *, offs: Tensor, sums: bool) -> Tensor:
+    """The products of all experts, in bf16: [T, K], [E * N, K] -> [T, N], or [M, T], [N, T] -> [E, M, N].
 
-
-@dataclass(frozen=True)
-class Groups:
-    """The tokens of each expert."""
-
-    offs: Tensor  # [E] int32, the end of each expert's tokens
-    experts: Tensor  # [T] int64, the expert of each token; E for a dropped one
-
-    @classmethod
-    def of(cls, offs: Tensor, *, num_tokens: int) -> Self:
-        """The groups of `num_tokens` tokens sorted by expert, without a host sync."""
-        positions = torch.arange(num_tokens, device=offs.device, dtype=offs.dtype)
-        return cls(offs, torch.searchsorted(offs, positions, right=True))
-
-    def per_token(self, per_expert: Tensor) -> Tensor:
-        """[E, n] -> [T, n]; dropped tokens get those of the last expert."""
-        return per_expert[self.experts.clamp(max=len(self.offs) - 1)]
-
-    def largest(self, per_token: Tensor) -> Tensor:
-        """[T, n], not negative -> [E, n], the largest of each expert's tokens; 0 without any."""
-        found = per_token.new_zeros(len(self.offs) + 1, per_token.shape[1])
-        index = self.experts[:, None].expand_as(per_token)
-        return found.scatter_reduce_(0, index, per_token, "amax")[:-1]
-
-    def pad(self) -> tuple[Tensor, Tensor, int]:
-        """Pad every expert to a multiple of 16 tokens: the new offsets, the new row of each token, and all rows."""
-        starts = F.pad(self.offs, (1, 0))  # of each expert, and of the dropped tokens
-        counts = starts.diff()
-        padded = F.pad((counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, (1, 0)).cumsum(0)
-        rows = torch.arange(len(self.experts), device=starts.device) + (padded - starts)[self.experts]
-        length = len(self.experts) + ALIGNMENT * len(self.offs)  # enough whatever the counts are
-        return padded[1:].int(), rows, -(-length // ALIGNMENT) * ALIGNMENT
-
-
-def multiply_tokens(a: Quantized, b: Quantized, *, groups: Groups, dtype: torch.dtype) -> Tensor:
-    """[T, K], [E * N, K] with a scale per row -> [T, N] in `dtype`; rows of dropped tokens are undefined."""
-    matrices, scales = b.values.unflatten(0, (len(groups.offs), -1)), b.inverse_scales.view(len(groups.offs), -1)
-    if a.values.is_cuda:
-        return _multiply(a.values, matrices.mT, scales=(a.inverse_scales[:, 0], scales), offs=groups.offs).to(dtype)
-    out = _PRODUCTS.multiply(a.values.float(), matrices.float().mT, offs=groups.offs)
-    return out.mul_(a.inverse_scales).mul_(groups.per_token(scales)).to(dtype)
-
-
-def multiply_matrices(a: Quantized, b: Quantized, *, groups: Groups, dtype: torch.dtype) -> Tensor:
-    """[T, M], [T, N] with scales [E, M] and [E, N], or [E, 1] -> [E, M, N] in `dtype`."""
-    if a.values.is_cuda:
-        offs, rows, length = groups.pad()
-        values = [_scatter_rows(x.values, rows, length=length).t().contiguous() for x in (a, b)]
-        rows_a, rows_b = (x.inverse_scales.expand(-1, x.values.shape[1]).flatten() for x in (a, b))
-        return _multiply(values[0], values[1].t(), scales=(rows_a, rows_b), offs=offs).to(dtype)
-    out = _PRODUCTS.multiply(a.values.float().t(), b.values.float(), offs=groups.offs)
-    return out.mul_(a.inverse_scales[:, :, None]).mul_(b.inverse_scales[:, None]).to(dtype)
-
-
-def _multiply(a: Tensor, b: Tensor, *, scales: tuple[Tensor, Tensor], offs: Tensor) -> Tensor:
+    Args:
+        a: with a scale per tensor, which is a scale per expert, or per row.
+        b: alike.
+        offs: [E] int32, the end of each expert's tokens.
+        sums: whether tokens are summed over, those of each expert from a multiple of 16 on.
+    """
     functional: Any = F
     row_wise, none = functional.ScalingType.RowWise, functional.SwizzleType.NO_SWIZZLE
-    scale_a, scale_b = (scale.contiguous() for scale in scales)
-    out: Tensor = functional.scaled_grouped_mm(
-        a, b, scale_a, row_wise, scale_b, row_wise, none, none, offs=offs, output_dtype=torch.bfloat16
+    rows, columns, experts = len(a.values), len(b.values), len(offs)
+    if sums:
+        shapes, right = ((experts, rows), (experts, columns)), b.values.t()
+        offs = ((offs.diff(prepend=offs.new_zeros(1)) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT).cumsum(0).int()
+    else:
+        shapes, right = ((rows, 1), (experts, columns // experts)), b.values.unflatten(0, (experts, -1)).mT
+    if a.values.numel() == 0:  # torch refuses most strides of an empty matrix
+        return a.values.new_zeros((experts, rows, columns) if sums else (0, columns // experts), dtype=torch.bfloat16)
+    scales = [each.inverse_scales for each in (a, b)]
+    if a.block == (None, None) and not sums:
+        positions = torch.arange(rows, device=offs.device, dtype=offs.dtype)
+        scales[0] = scales[0][torch.searchsorted(offs, positions, right=True).clamp(max=experts - 1)]
+    scale_a, scale_b = (
+        scale.view(shape[0], -1).expand(shape).contiguous() for scale, shape in zip(scales, shapes, strict=True)
     )
+    if sums:
+        scale_a, scale_b = scale_a.flatten(), scale_b.flatten()
+    out: Tensor = functional.scaled_grouped_mm(
+        a.values, right, scale_a.view(-1), row_wise, scale_b, row_wise, none, none, offs=offs,
+        output_dtype=torch.bfloat16,
+    )  # fmt: skip
     return out
-
-
-def _scatter_rows(values: Tensor, rows: Tensor, *, length: int) -> Tensor:
-    """fp8 rows at new places among rows of zeros; the byte 0 is 0.0."""
-    padded = torch.zeros(length, values.shape[1], dtype=torch.uint8, device=values.device)
-    return padded.index_copy_(0, rows, values.view(torch.uint8)).view(values.dtype)

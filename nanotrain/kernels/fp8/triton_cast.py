@@ -77,23 +77,33 @@ class How(NamedTuple):
 if triton is not None:
 
     @triton.jit
+    def _counts(source: tl.tuple, how: tl.tuple) -> tl.tuple:
+        index = tl.arange(0, how.lanes)
+        is_expert = index < source.num_experts
+        ends = tl.load(source.offs + index, mask=is_expert, other=0).to(tl.int64)
+        starts = tl.load(source.offs + index - 1, mask=is_expert & (index > 0), other=0).to(tl.int64)
+        return index, starts, ends - starts
+
+    @triton.jit
+    def span(source: tl.tuple, expert: tl.tensor, how: tl.tuple) -> tl.tuple:
+        """The first row of an expert, its end, and its first row with padding."""
+        index, starts, counts = _counts(source, how)
+        padded = tl.sum(tl.where(index < expert, (counts + how.unit - 1) // how.unit * how.unit, 0), 0)
+        start = tl.sum(tl.where(index == expert, starts, 0), 0)
+        return start, start + tl.sum(tl.where(index == expert, counts, 0), 0), padded
+
+    @triton.jit
     def locate(source: tl.tuple, how: tl.tuple) -> tl.tuple:
         """The expert of a tile, its first row, the end of its expert, its first row with padding."""
         tile = tl.program_id(0)
         expert, first, end, padded = 0, tile.to(tl.int64) * how.tile, source.num_rows, tile.to(tl.int64) * how.tile
         if source.offs is not None:
-            index = tl.arange(0, how.lanes)
-            is_expert = index < source.num_experts
-            ends = tl.load(source.offs + index, mask=is_expert, other=0).to(tl.int64)
-            starts = tl.load(source.offs + index - 1, mask=is_expert & (index > 0), other=0).to(tl.int64)
-            counts = ends - starts
+            index, _, counts = _counts(source, how)
             tiles = (counts + how.tile - 1) // how.tile
             expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
-            is_before, is_own = index < expert, index == expert
-            inner = (tile - tl.sum(tl.where(is_before, tiles, 0), 0)) * how.tile
-            padded = tl.sum(tl.where(is_before, (counts + how.unit - 1) // how.unit * how.unit, 0), 0) + inner
-            first = tl.sum(tl.where(is_own, starts, 0), 0) + inner
-            end = tl.sum(tl.where(is_own, ends, 0), 0)
+            first, end, padded = span(source, expert, how)
+            inner = (tile - tl.sum(tl.where(index < expert, tiles, 0), 0)) * how.tile
+            first, padded = first + inner, padded + inner
         return expert, first, end, padded
 
     @triton.jit
@@ -296,7 +306,7 @@ def _empty_scales(x: Tensor, how: Plan, *, shape: tuple[int, int, int]) -> Tenso
     """Scales of matrices of that shape in their layout; those of cuBLAS are 0 where they are not written."""
     experts, rows, blocks = shape[0], shape[1], -(-shape[2] // max(how.block, 1))
     if how.block == 0:
-        return x.new_empty((experts, rows, 1) if how.block_rows else 0, dtype=torch.float32)
+        return x.new_zeros((experts, rows, 1) if how.block_rows else 0, dtype=torch.float32)  # of experts without rows
     if how.swizzles:
         return x.new_zeros(-(-rows // 128) * -(-blocks // 4) * 512, dtype=torch.uint8)
     if how.block < TILE:
@@ -311,7 +321,12 @@ def _source(x: Tensor, offs: Tensor | None) -> tuple[tuple[int, int], Source, in
     experts = 1 if offs is None else len(offs)
     num_tiles = triton.cdiv(len(x), TILE) + (0 if offs is None else experts)
     source = Source(x, x.shape[0], x.shape[1], (x.stride(0), x.stride(1)), offs, experts)
-    return (num_tiles, triton.cdiv(x.shape[1], TILE)), source, triton.next_power_of_2(experts)
+    return (num_tiles, triton.cdiv(x.shape[1], TILE)), source, num_lanes(experts)
+
+
+def num_lanes(experts: int) -> int:
+    """The number of experts as a power of two."""
+    return 1 << (experts - 1).bit_length()
 
 
 def _target(values: Tensor, scales: Tensor, *, given: Tensor | None) -> Target:

@@ -1,4 +1,4 @@
-"""One fp8 product for all experts has the bits of one product per expert, on a device without kernels."""
+"""fp8 products of stacked experts by torch's operators, and what compares kernels with them."""
 
 from functools import partial
 
@@ -6,21 +6,22 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.fp8_bytes import Total
+from benchmarks.operator_count import OperatorCount
 from nanotrain.kernels.fp8.grouped import Fp8GroupedMM, Fp8LoopedMM, select_fp8_gemm
 from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer
 from nanotrain.kernels.grouped import GroupedOptions, grouped_linear
 from nanotrain.kernels.linear import GradView
-from nanotrain.precision.fp8 import FP8_FORMATS
+from nanotrain.precision.fp8 import RECIPES
 from tests.kernels.fp8.test_products import draw, options
 
 I, O, E = 48, 80, 4  # noqa: E741
-GROUPED = ["tensorwise", "delayed", "rowwise"]
 # the last two numbers: with dropped tokens, and without any token of the last expert
 COUNTS = [([17, 0, 23, 4], 5), ([16, 1, 31, 0], 0)]
 
 
 def results(
-    gemm: type[Fp8LoopedMM], counts: list[int], *, dropped: int, dtype: torch.dtype, **more: object
+    gemm: type[Fp8LoopedMM | Fp8GroupedMM], counts: list[int], *, dropped: int, dtype: torch.dtype, **more: object
 ) -> list[torch.Tensor]:
     """Output and gradients of two microbatches, and the amaxes of the step."""
     offs = torch.tensor(counts).cumsum(0).to(torch.int32)
@@ -41,52 +42,48 @@ def results(
     return actual
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("counts", "dropped"), COUNTS)
-@pytest.mark.parametrize("name", FP8_FORMATS)
-@pytest.mark.parametrize("recipe", GROUPED)
-def test_one_product_has_the_bits_of_the_loop(
-    recipe: str, name: str, counts: list[int], dropped: int, dtype: torch.dtype
-) -> None:
-    both = [
-        results(gemm, counts, dropped=dropped, dtype=dtype, recipe=recipe, name=name)
-        for gemm in (Fp8LoopedMM, Fp8GroupedMM)
-    ]
-    for looped, grouped in zip(*both, strict=True):
-        assert looped.isfinite().all() and looped.any()
-        assert torch.equal(looped, grouped)
-
-
-def test_shared_amaxes_and_weight_gradients_without_fp8_are_those_of_the_loop() -> None:
-    more = {"reduce_amax": lambda amax: amax * 2, "wgrad": False, "recipe": "tensorwise", "name": "hybrid"}
-    both = [results(gemm, COUNTS[0][0], dropped=5, dtype=torch.float32, **more) for gemm in (Fp8LoopedMM, Fp8GroupedMM)]
-    assert all(torch.equal(looped, grouped) for looped, grouped in zip(*both, strict=True))
-
-
-@pytest.mark.parametrize("recipe", GROUPED)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_an_overflow_of_one_expert_reaches_its_results_only(recipe: str) -> None:
     layer = Fp8Layer(options(recipe), ExpertRange(0, 2, 2))
     x, weight = draw(8, I, seed=1), draw(2, O, I, seed=2)
     x[0, 0] = torch.nan
     offs = torch.tensor([4, 8], dtype=torch.int32)
-    out = Fp8GroupedMM(layer).fprop(x, weight, offs=offs)
+    out = Fp8LoopedMM(layer).fprop(x, weight, offs=offs)
     assert not out[0].isfinite().any() and out[4:].isfinite().all()
 
 
 def test_no_tokens_at_all() -> None:
-    gemm, weight = Fp8GroupedMM(Fp8Layer(options("rowwise"), ExpertRange(0, 2, 2))), draw(2, O, I, seed=1)
+    gemm, weight = Fp8LoopedMM(Fp8Layer(options("rowwise"), ExpertRange(0, 2, 2))), draw(2, O, I, seed=1)
     offs = torch.zeros(2, dtype=torch.int32)
     assert gemm.fprop(draw(0, I, seed=2), weight, offs=offs).shape == (0, O)
     assert not gemm.wgrad(draw(0, O, seed=2), draw(0, I, seed=3), offs=offs).any()
 
 
-def test_the_recipe_and_the_device_choose() -> None:
-    chosen = {
-        recipe: type(select_fp8_gemm(Fp8Layer(options(recipe, has_grouped_mm=True))))
-        for recipe in ("rowwise", "blockwise", "mxfp8")
-    }
-    assert chosen == {"rowwise": Fp8GroupedMM, "blockwise": Fp8LoopedMM, "mxfp8": Fp8LoopedMM}
-    assert type(select_fp8_gemm(Fp8Layer(options("rowwise")))) is Fp8LoopedMM, "a GPU without the product"
+def test_the_device_chooses() -> None:
+    for recipe in RECIPES:
+        chosen = [type(select_fp8_gemm(Fp8Layer(options(recipe, is_fused=flag)))) for flag in (False, True)]
+        assert chosen == [Fp8LoopedMM, Fp8GroupedMM]
+
+
+def operators(gemm: Fp8LoopedMM | Fp8GroupedMM, *, device: str) -> int:
+    """The number of operators of a grouped layer, forward and backward."""
+    offs = torch.arange(2, 66, 2, dtype=torch.int32, device=device)
+    x = torch.ones(64, I, device=device, requires_grad=True)
+    weight, total = nn.Parameter(torch.ones(32, O, I, device=device)), Total()
+    with OperatorCount(total, times=1):
+        grouped_linear(x, weight, offs=offs, options=GroupedOptions(gemm)).sum().backward()
+    return total.launches
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_operators_are_few_and_the_host_waits_for_none(recipe: str) -> None:
+    """The meta device has no values to wait for."""
+    found = options(recipe, is_fused=True)
+    layer = Fp8Layer(found, ExpertRange(0, 32, 32)).to("meta")
+    assert operators(Fp8GroupedMM(layer), device="meta") < 100
+    if recipe == "blockwise":
+        looped = Fp8LoopedMM(Fp8Layer(options(recipe), ExpertRange(0, 32, 32)))
+        assert operators(looped, device="cpu") > 4000
 
 
 def test_weight_gradients_without_fp8_are_written_where_they_are_accumulated() -> None:

@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from nanotrain.attention.backends import installed_torch
-from nanotrain.kernels.fp8 import scaled_mm as scaled_mm_module
 from nanotrain.kernels.fp8.quantize import Quantized, block_amax, inverse_scales, quantize
-from nanotrain.kernels.fp8.scaled_mm import Groups, emulate, multiply_by_kernel, scaled_mm, swizzle_32_4_4
+from nanotrain.kernels.fp8.scaled_mm import emulate, grouped_by_torch, multiply_by_kernel, scaled_mm, swizzle_32_4_4
 from nanotrain.precision.fp8 import Block
 
 # A newer one checks them on GPUs only (2.15): on the meta device it takes any.
@@ -80,62 +79,33 @@ def test_the_swizzle_is_that_of_the_cublas_documentation() -> None:
 
 
 OFFS = torch.tensor([3, 3, 20], dtype=torch.int32)  # experts of 3, 0 and 17 tokens; 2 of 22 are dropped
-GROUPS = Groups.of(OFFS, num_tokens=22)
 
 
-def test_every_token_has_its_expert_and_dropped_ones_none() -> None:
-    assert GROUPS.experts.tolist() == [0] * 3 + [2] * 17 + [3] * 2
-    assert GROUPS.per_token(torch.tensor([[1.0], [2.0], [3.0]]))[:, 0].tolist() == [1.0] * 3 + [3.0] * 19
-
-
-def test_the_largest_of_each_expert_leaves_dropped_tokens_out() -> None:
-    values = torch.arange(22.0)[:, None]
-    assert GROUPS.largest(values)[:, 0].tolist() == [2.0, 0.0, 19.0]
-
-
-def test_padding_gives_each_expert_a_multiple_of_16_and_keeps_the_sums() -> None:
-    """What the kernel sums over: padded tokens of an expert are zero, dropped ones lie behind the last offset."""
-    offs, rows, length = GROUPS.pad()
-    assert offs.tolist() == [16, 16, 48] and offs.dtype is torch.int32 and length % 16 == 0
-    assert rows.tolist() == [0, 1, 2, *range(16, 33), 48, 49] and length > 49
-    tokens = torch.randn(22, 16, generator=torch.Generator().manual_seed(0))
-    values = quantize(tokens, torch.ones(22, 1), block=(1, None), dtype=torch.float8_e4m3fn).values
-    padded = scaled_mm_module._scatter_rows(values, rows, length=length)
-    for expert, (start, stop) in enumerate([(0, 3), (3, 3), (3, 20)]):
-        first = 0 if expert == 0 else int(offs[expert - 1])
-        inside = padded[first : int(offs[expert])].float()
-        assert torch.equal(inside.sum(0), values[start:stop].float().sum(0))
-
-
-def test_the_kernel_gets_rows_columns_and_a_scale_of_each(monkeypatch) -> None:
+@pytest.mark.parametrize("block", [(None, None), (1, None)])
+def test_torch_gets_rows_columns_and_a_scale_of_each(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def record(a, b, *, scales, offs):
-        calls.append((a, b, *scales, offs))
-        return torch.zeros(1)
+    def record(a, b, scale_a, _, scale_b, *given, offs, output_dtype):
+        calls.append((a, b, scale_a, scale_b, offs.tolist()))
+        return a.new_zeros(1, dtype=output_dtype)
 
-    class OnDevice:
-        """A quantized matrix that says it lies on a GPU."""
+    monkeypatch.setattr(F, "scaled_grouped_mm", record)
+    is_row = block == (1, None)
 
-        def __init__(self, quantized) -> None:
-            self.values, self.inverse_scales = _Cuda(quantized.values), quantized.inverse_scales
+    def matrix(rows: int, columns: int, num_scales: int) -> Quantized:
+        scales = torch.arange(float(num_scales if is_row else 3))[:, None]
+        return Quantized(torch.ones(rows, columns).to(E4M3), scales, block)
 
-    class _Cuda(torch.Tensor):
-        is_cuda = True
-
-    monkeypatch.setattr(scaled_mm_module, "_multiply", record)
-    inverse = torch.full((22, 1), 0.5)
-    tokens = quantize(torch.ones(22, 32), inverse, block=(1, None), dtype=torch.float8_e4m3fn)
-    matrices = quantize(torch.ones(3 * 48, 32), torch.ones(144, 1), block=(1, None), dtype=torch.float8_e4m3fn)
-    scaled_mm_module.multiply_tokens(OnDevice(tokens), OnDevice(matrices), groups=GROUPS, dtype=torch.bfloat16)
-    a, b, scale_a, scale_b, offs = calls[-1]
+    tokens, matrices = matrix(22, 32, 22), matrix(3 * 48, 32, 3 * 48)
+    grouped_by_torch(tokens, matrices, offs=OFFS, sums=False)
+    a, b, scale_a, scale_b, ends = calls[-1]
     assert a.shape == (22, 32) and b.shape == (3, 32, 48) and b.stride(1) == 1, "K is contiguous in both"
-    assert scale_a.shape == (22,) and scale_b.shape == (3, 48) and offs is OFFS
+    assert scale_b.shape == (3, 48) and ends == [3, 3, 20]
+    assert scale_a.tolist() == (list(range(22)) if is_row else [0.0] * 3 + [2.0] * 19), "of its expert"
 
-    columns = [OnDevice(tokens), OnDevice(tokens)]
-    columns[0].inverse_scales, columns[1].inverse_scales = torch.ones(3, 32), torch.full((3, 1), 2.0)
-    scaled_mm_module.multiply_matrices(*columns, groups=GROUPS, dtype=torch.bfloat16)
-    a, b, scale_a, scale_b, offs = calls[-1]
-    length = GROUPS.pad()[2]
-    assert a.shape == (32, length) and a.is_contiguous() and b.shape == (length, 32) and b.stride(0) == 1
-    assert scale_a.shape == scale_b.shape == (96,) and offs.tolist() == [16, 16, 48]
+    grouped_by_torch(matrix(32, 64, 96), matrix(48, 64, 144), offs=OFFS, sums=True)
+    a, b, scale_a, scale_b, ends = calls[-1]
+    assert a.shape == (32, 64) and a.is_contiguous() and b.shape == (64, 48) and b.stride(0) == 1
+    assert ends == [16, 16, 48], "multiples of 16"
+    assert scale_a.shape == (96,) and scale_b.shape == (144,)
+    assert scale_a.tolist() == (list(range(96)) if is_row else [0.0] * 32 + [1.0] * 32 + [2.0] * 32)

@@ -4,9 +4,7 @@ Run as tests/kernels/test_triton_softmax.py.
 """
 
 import os
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,23 +15,17 @@ from nanotrain.kernels.fp8.products import Scales
 from nanotrain.kernels.fp8.quantize import Cast, Forms, Quantized, block_amax, cast, inverse_scales
 from nanotrain.kernels.fp8.scaled_mm import is_swizzled, swizzle_32_4_4
 from nanotrain.precision.fp8 import FP8_FORMATS, RECIPES, Block
+from tests.kernels.fp8.triton_interpreter import mend
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-DTYPES = {"fp8e4nv": E4M3, "fp8e5": E5M2, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-def as_torch(value: Any, source: Any, target: Any, _: Any) -> Any:
-    """A conversion of the interpreter; its own loses the carry of a mantissa that is rounded up."""
-    found = torch.frombuffer(bytearray(value.tobytes()), dtype=DTYPES[source.name]).to(DTYPES[target.name])
-    return found.view(torch.uint8).numpy().view(f"uint{target.primitive_bitwidth}").reshape(np.shape(value))
 
 
 @pytest.fixture(autouse=True)
-def rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triton.runtime.interpreter._convert_float", as_torch)
+def mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    mend(monkeypatch)
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
