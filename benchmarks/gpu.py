@@ -237,7 +237,11 @@ class Comparison:
         if times is None:
             return
         card = card_here(self.args.device)
-        planned = budget_here(self.job, self.flags, card=card) if card else {}
+        planned: dict[str, float] = {}
+        try:
+            planned = budget_here(self.job, self.flags, card=card) if card else {}
+        except Exception as error:  # the times were measured; what is planned stands beside them
+            print(f"no budget: {type(error).__name__}: {error}", flush=True)
         print(f"\n| class, {self.name} | ms per step | share | budget, {card or 'no known card'} |")
         print("|---|---:|---:|---:|")
         for kind in KERNELS:

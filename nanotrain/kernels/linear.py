@@ -75,8 +75,11 @@ def write_wgrad(grad: Tensor, x: Tensor, *, out: Tensor, adds: bool = False) -> 
 
 
 def adds_wider(device_type: str) -> bool:
-    """Whether a product of 16-bit matrices can be added to an fp32 matrix where it is computed: by cuBLAS only."""
-    return device_type != "cpu"
+    """Whether a product of 16-bit matrices can be added to an fp32 matrix where it is computed: by cuBLAS only.
+
+    The meta device has these products from torch 2.13 on.
+    """
+    return device_type == "cuda" or (device_type == "meta" and torch.__version__ >= "2.13")  # compared as versions
 
 
 @dataclass(frozen=True)

@@ -139,16 +139,20 @@ def test_a_cpu_has_no_compute_capability():
     assert devices.compute_capability(CPU) is None
 
 
-def test_copies_after_collectives_share_one_stream(monkeypatch):
+def test_copies_after_collectives_share_one_stream_and_on_a_cpu_have_none(monkeypatch):
     streams: list[object] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.append(device) or len(streams))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    tensor = SimpleNamespace(device=CPU, tolist=lambda: [2.0], record_stream=lambda stream: None)
-    devices._side_stream.cache_clear()
     waits: list[int] = []
-    copies = [devices.HostCopy.after(SimpleNamespace(wait=lambda: waits.append(1)), tensor) for _ in range(40)]
+    work = SimpleNamespace(wait=lambda: waits.append(1))
+    assert devices.HostCopy.after(work, torch.tensor([2.0])).read() == [2.0] and waits == [1] and not streams
+    tensor = SimpleNamespace(device=torch.device("cuda", 0), record_stream=lambda stream: None)
     devices._side_stream.cache_clear()
-    assert len(streams) == 1 and len(waits) == 40 and copies[-1].read() == [2.0]
+    monkeypatch.setattr(devices.HostCopy, "__init__", lambda self, tensor: None)
+    for _ in range(40):
+        devices.HostCopy.after(work, tensor)
+    devices._side_stream.cache_clear()
+    assert len(streams) == 1 and len(waits) == 41
 
 
 def test_buffers_are_copied_at_once_on_a_cpu() -> None:

@@ -41,5 +41,5 @@ def test_inductor_names_the_compiler_that_it_lacks(monkeypatch: pytest.MonkeyPat
     from torch._inductor import config
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(config.cpp, "cxx", ("/bin/false",))
-    assert "No working C++ compiler found" in inductor_fault.__wrapped__("cpu")
+    with config.patch({"cpp.cxx": ("/bin/false",)}):
+        assert "No working C++ compiler found" in inductor_fault.__wrapped__("cpu")
