@@ -2,7 +2,7 @@
 
 merge_shards     the manifest of all ranks, which agree and cover every tensor exactly once (pure)
 start_writing    make the temporary folder of a step
-commit           write the manifest and rename the folder; a rename is the only operation that commits
+commit           write the manifest and rename the folder (rename_to_final), the only operation that commits
 set_aside_after  rename checkpoints of later steps
 """
 
@@ -75,8 +75,13 @@ def commit(folder: Path, step: int, *, text: str) -> Path:
 
     Every shard is on the disk already; each fsync precedes the rename that relies on it.
     """
+    write_manifest(temporary_folder(folder, step), text)
+    return rename_to_final(folder, step)
+
+
+def rename_to_final(folder: Path, step: int) -> Path:
+    """Rename the temporary folder, which has its manifest, to its final name."""
     temporary, final = temporary_folder(folder, step), step_folder(folder, step)
-    write_manifest(temporary, text)
     if not os.path.lexists(final):
         os.rename(temporary, final)
         sync_folder(folder)

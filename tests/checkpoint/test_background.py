@@ -12,14 +12,19 @@ from nanotrain.checkpoint import background
 from nanotrain.checkpoint.background import (
     BackgroundSave,
     StagingBuffers,
+    merge_apart,
+    merge_reports,
     report_path,
     wait_for_reports,
     write_failure,
     write_report,
 )
+from nanotrain.checkpoint.commit import merge_shards
+from nanotrain.checkpoint.store import read_manifest
+from nanotrain.errors import CheckpointError
 from nanotrain.runs.files import StorageFault
 from nanotrain.spec.boxes import Box, TensorBox
-from tests.checkpoint.test_commit import shards
+from tests.checkpoint.test_commit import MANIFEST, shards
 
 
 def test_the_result_and_the_error_of_the_thread_are_the_caller_s() -> None:
@@ -95,8 +100,25 @@ def test_reports_through_files_are_those_written_and_leave_nothing(tmp_path: Pat
     later.start()
     write_report(tmp_path, written[1], index=1)
 
-    assert wait_for_reports(tmp_path, 2, timeout_s=30, is_cancelled=lambda: False) == written
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    sizes = wait_for_reports(tmp_path, 2, timeout_s=30, is_cancelled=lambda: False)
+    assert sizes == sum(report_path(tmp_path, index).stat().st_size for index in range(2))
+    merge_reports(tmp_path, 2, manifest=MANIFEST)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "manifest.json"])
+    assert read_manifest(tmp_path) == merge_shards(MANIFEST, written)
+
+
+def test_a_process_of_its_own_merges_as_a_thread_does_and_raises_its_errors(tmp_path: Path) -> None:
+    written = shards(tmp_path)
+    for index, shard in enumerate(written):
+        write_report(tmp_path, shard, index=index)
+    merge_apart(tmp_path, 2, manifest=MANIFEST, is_cancelled=lambda: False)
+    assert read_manifest(tmp_path) == merge_shards(MANIFEST, written)
+    for index in range(2):
+        write_report(tmp_path, written[0], index=index)
+    with pytest.raises(CheckpointError, match="do not cover"):
+        merge_apart(tmp_path, 2, manifest=MANIFEST, is_cancelled=lambda: False)
+    with pytest.raises(OSError, match="the merge of 2 reports ended with code -9"):
+        merge_apart(tmp_path, 2, manifest=MANIFEST, is_cancelled=lambda: True)
 
 
 def test_the_failure_of_a_rank_and_a_rank_that_never_reports_are_errors_with_its_number(tmp_path: Path) -> None:
