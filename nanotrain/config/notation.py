@@ -201,7 +201,10 @@ def _expand_layout(text: str) -> str:
 
 
 _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})=(.+)")
-_STAGE = re.compile(r"(?P<name>[\w.-]+)@(?P<start>[\d.]+[KMBTkmbt]?)(?P<unit>samples)?:\s*(?P<blend>\S.*)", re.DOTALL)
+_STAGE = re.compile(
+    r"(?P<name>[\w.-]+)@(?P<start>[\d.]*\d[KMBTkmbt]?)(\.\.(?P<end>[\d.]+[KMBTkmbt]?))?(?P<unit>samples)?:\s*(?P<blend>\S.*)",
+    re.DOTALL,
+)
 STAGES_EXAMPLE = '"stable@0: 0.8 web 0.2 code" "anneal@9000: 0.5 web 0.5 math"'
 
 
@@ -213,6 +216,7 @@ class DataStage:
     start: int  # the first step, counted from 0, or the first sample
     in_samples: bool  # whether `start` is a sample
     blend: str  # as `--data-path`
+    end: int | None = None  # where the weights reach the blend, linearly from the stage before; None: at once
 
 
 def read_named(entries: Sequence[str]) -> dict[str, str]:
@@ -244,16 +248,17 @@ def read_stages(texts: Sequence[str], train_iters: int | None = None) -> tuple[D
         ConfigError: all mistakes in one: form, repeated names, starts that do not begin at 0 and ascend in one unit.
 
     >>> read_stages(["a@0: web", "b@1K: 0.5 web 0.5 math"])[1]
-    DataStage(name='b', start=1000, in_samples=False, blend='0.5 web 0.5 math')
+    DataStage(name='b', start=1000, in_samples=False, blend='0.5 web 0.5 math', end=None)
     """
     stages, mistakes = [], []
     for text in texts:
         match = _STAGE.fullmatch(text.strip())
         start = None if match is None else read_number(match["start"])
-        if match is None or start is None:
-            mistakes.append(f"{text!r} is not NAME@START: BLEND")
+        end = read_number(match["end"]) if match is not None and match["end"] else None
+        if match is None or start is None or (match["end"] and end is None):
+            mistakes.append(f"{text!r} is not NAME@START: BLEND or NAME@START..END: BLEND")
             continue
-        stages.append(DataStage(match["name"], start, match["unit"] is not None, match["blend"].strip()))
+        stages.append(DataStage(match["name"], start, match["unit"] is not None, match["blend"].strip(), end))
     if not mistakes and stages:
         mistakes = _stage_mistakes(stages, train_iters)
     if mistakes:
@@ -262,9 +267,21 @@ def read_stages(texts: Sequence[str], train_iters: int | None = None) -> tuple[D
     return tuple(stages)
 
 
-def stage_starts(stages: Sequence[DataStage], samples_of_steps: Callable[[int], int]) -> tuple[int, ...]:
-    """The first sample of every stage; `samples_of_steps` returns the number of samples in the first steps."""
-    return tuple(stage.start if stage.in_samples else samples_of_steps(stage.start) for stage in stages)
+def stage_bounds(
+    stages: Sequence[DataStage], samples_of_steps: Callable[[int], int]
+) -> tuple[tuple[int, int | None], ...]:
+    """The first sample of every stage, and the first that has its full weights where these change linearly.
+
+    `samples_of_steps` returns the number of samples in the first steps.
+    """
+
+    def in_samples(stage: DataStage, place: int) -> int:
+        return place if stage.in_samples else samples_of_steps(place)
+
+    return tuple(
+        (in_samples(stage, stage.start), None if stage.end is None else in_samples(stage, stage.end))
+        for stage in stages
+    )
 
 
 def _stage_mistakes(stages: Sequence[DataStage], train_iters: int | None) -> list[str]:
@@ -278,6 +295,15 @@ def _stage_mistakes(stages: Sequence[DataStage], train_iters: int | None) -> lis
         for before, after in zip(stages, stages[1:], strict=False):
             if after.start <= before.start:
                 mistakes.append(f"{after.name} starts at {after.start}, not after {before.name} at {before.start}")
+            elif before.end is not None and before.end > after.start:
+                mistakes.append(f"{before.name} changes until {before.end}, after {after.name} starts at {after.start}")
+    if stages[0].end is not None:
+        mistakes.append(f"the first stage, {stages[0].name}, has none before it to change from")
+    mistakes += [
+        f"{stage.name} changes from {stage.start} to {stage.end}, which is not later"
+        for stage in stages[1:]
+        if stage.end is not None and stage.end <= stage.start
+    ]
     for stage in stages[1:]:
         if train_iters is not None and not stage.in_samples and stage.start >= train_iters:
             mistakes.append(f"{stage.name} starts at step {stage.start} of a run of {count_of(train_iters, 'step')}")

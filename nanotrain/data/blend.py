@@ -15,12 +15,15 @@ Shares are exact fractions, so the error does not grow with n.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 from typing import Self
 
 from nanotrain.data.batch import Sample, SampleDataset
+
+LINEAR_PARTS = 100  # of a linear change of weights: the weights of a part are at most half a percent off
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,31 @@ class StageBlend:
     start: int  # its first sample
     sources: tuple[int, ...]  # indices of the sources that it reads
     weights: tuple[Fraction, ...]  # above 0, one per source
+    end: int | None = (
+        None  # the first sample with these weights, which change linearly from those before; None: at once
+    )
+
+    def share_of(self, source: int) -> Fraction:
+        """The share of the samples that come from a source."""
+        if source not in self.sources:
+            return Fraction(0)
+        return Fraction(self.weights[self.sources.index(source)]) / sum(self.weights)
+
+
+def _constant_parts(stages: Sequence[StageBlend]) -> Iterator[StageBlend]:
+    """Stages of constant weights: a linear change is LINEAR_PARTS of them, each with the weights of its middle."""
+    for before, stage in zip((None, *stages), stages, strict=False):
+        if stage.end is None or before is None:
+            yield stage
+            continue
+        sources = tuple(sorted({*before.sources, *stage.sources}))
+        starts = [stage.start + (stage.end - stage.start) * part // LINEAR_PARTS for part in range(LINEAR_PARTS)]
+        for part, (start, end) in enumerate(pairwise([*starts, stage.end])):
+            if start < end:
+                done = Fraction(2 * part + 1, 2 * LINEAR_PARTS)
+                weights = (before.share_of(s) * (1 - done) + stage.share_of(s) * done for s in sources)
+                yield StageBlend(stage.name, start, sources, tuple(weights))
+        yield replace(stage, start=stage.end)
 
 
 class BlendedDataset:
@@ -104,8 +132,9 @@ class BlendedDataset:
     def __init__(self, datasets: Sequence[SampleDataset], stages: Sequence[StageBlend]) -> None:
         assert stages and stages[0].start == 0, "the first stage starts at sample 0"
         self.datasets, self.stages = tuple(datasets), tuple(stages)
-        self._starts = [stage.start for stage in stages]
-        self._trees = [plan_blend(stage.weights) for stage in stages]
+        self._parts = tuple(_constant_parts(stages))
+        self._starts = [part.start for part in self._parts]
+        self._trees = [plan_blend(part.weights) for part in self._parts]
         self._read_before = [[0] * len(self.datasets)]  # by stage and source: samples read in earlier stages
         for end in self._starts[1:]:
             self._read_before.append(self._read_at(end))
@@ -115,9 +144,9 @@ class BlendedDataset:
         """One blend of all datasets, in proportion to weights above 0."""
         return cls(datasets, [StageBlend("", 0, tuple(range(len(datasets))), tuple(weights))])
 
-    def starting_at(self, starts: Sequence[int]) -> "BlendedDataset":
-        """The same blends with other first samples."""
-        stages = [replace(stage, start=start) for stage, start in zip(self.stages, starts, strict=True)]
+    def starting_at(self, bounds: Sequence[tuple[int, int | None]]) -> "BlendedDataset":
+        """The same blends with other first samples, and ends of linear changes."""
+        stages = [replace(stage, start=start, end=end) for stage, (start, end) in zip(self.stages, bounds, strict=True)]
         return BlendedDataset(self.datasets, stages)
 
     @property
@@ -127,12 +156,12 @@ class BlendedDataset:
 
     def stage_at(self, index: int) -> StageBlend:
         """The stage of sample `index` >= 0."""
-        return self.stages[self._stage_index(index)]
+        return self._parts[self._stage_index(index)]
 
     def locate(self, index: int) -> tuple[int, int]:
         """The source of sample `index` >= 0 and the sample index in it."""
         number = self._stage_index(index)
-        stage = self.stages[number]
+        stage = self._parts[number]
         dataset, sample = locate(self._trees[number], index - stage.start)
         source = stage.sources[dataset]
         return source, self._read_before[number][source] + sample
@@ -151,7 +180,7 @@ class BlendedDataset:
 
     def _read_at(self, end: int) -> list[int]:
         number = self._stage_index(end - 1)
-        stage, read = self.stages[number], list(self._read_before[number])
+        stage, read = self._parts[number], list(self._read_before[number])
         for dataset, count in count_visits(self._trees[number], end - stage.start).items():
             read[stage.sources[dataset]] += count
         return read

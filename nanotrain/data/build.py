@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanotrain.config.config import DataConfig
-from nanotrain.config.notation import read_named, read_stages, stage_starts
+from nanotrain.config.notation import read_named, read_stages, stage_bounds
 from nanotrain.data.batch import SampleDataset
 from nanotrain.data.blend import BlendedDataset, StageBlend
 from nanotrain.data.corpus_info import recorded_tokenizer, require_same_tokenizer
@@ -182,7 +182,7 @@ def _stage(datasets: Sequence[GPTDataset], data: DataConfig) -> BlendedDataset:
             index = indices[entry.prefix]
             weight = Fraction(datasets[index].samples_per_epoch) if entry.weight is None else entry.weight
             weights[index] = weights.get(index, Fraction(0)) + weight
-        stages.append(StageBlend(stage.name, stage.start, tuple(weights), tuple(weights.values())))
+        stages.append(StageBlend(stage.name, stage.start, tuple(weights), tuple(weights.values()), stage.end))
     return BlendedDataset(datasets, stages)
 
 
@@ -197,7 +197,7 @@ def starting_stages(samples: SampleDataset, data: DataConfig, *, samples_of: Cal
     stages = read_stages(data.stages)
     if not (stages and isinstance(samples, BlendedDataset)):
         return samples
-    return samples.starting_at(stage_starts(stages, samples_of))
+    return samples.starting_at(stage_bounds(stages, samples_of))
 
 
 def _dataset(corpus: IndexedTokens, data: DataConfig, *, split: int, vocab_size: int, seed: int) -> GPTDataset:

@@ -269,7 +269,8 @@ def _data(plan: Plan, inputs: RunInputs) -> str:
     texts = [f"{corpus}; this run reads {tokens}, {read / epoch:.2f} epochs"]
     for stage in read_stages(config.data.stages):
         unit = "sample" if stage.in_samples else "step"
-        texts.append(f"{stage.name} from {unit} {stage.start:,}: {stage.blend}")
+        until = "" if stage.end is None else f", changing until {stage.end:,}"
+        texts.append(f"{stage.name} from {unit} {stage.start:,}{until}: {stage.blend}")
     texts += _ids_outside(plan)
     if config.train.eval_interval and config.train.eval_iters and not config.validates:
         texts.append(f"no validation, --split {config.data.split} leaves no documents for it")

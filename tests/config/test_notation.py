@@ -10,7 +10,7 @@ from nanotrain.config.notation import (
     read_expert_pattern,
     read_pipeline_layout,
     read_stages,
-    stage_starts,
+    stage_bounds,
     write_pattern,
     write_pipeline_layout,
 )
@@ -117,8 +117,11 @@ def test_layers_of_multi_token_prediction_before_the_last_stage_are_noted() -> N
 def test_starts_are_steps_or_samples_and_are_converted_by_the_schedule_of_batches():
     stages = read_stages(["warm@0: web", "main@10: 0.7 web 0.3 code", "end@1.5K: a path with blanks"])
     assert [stage.blend for stage in stages] == ["web", "0.7 web 0.3 code", "a path with blanks"]
-    assert stage_starts(stages, lambda steps: 8 * steps) == (0, 80, 12_000)
-    assert stage_starts(read_stages(["a@0: x", "b@100samples: y"]), lambda steps: 8 * steps) == (0, 100)
+    assert stage_bounds(stages, lambda steps: 8 * steps) == ((0, None), (80, None), (12_000, None))
+    assert stage_bounds(read_stages(["a@0: x", "b@100samples: y"]), lambda n: 8 * n) == ((0, None), (100, None))
+    changing = read_stages(["a@0: x", "b@1K..1.5K: y"])
+    assert stage_bounds(changing, lambda steps: 8 * steps) == ((0, None), (8000, 12_000))
+    assert stage_bounds(read_stages(["a@0: x", "b@5..9samples: y"]), lambda n: 8 * n) == ((0, None), (5, 9))
 
 
 def test_all_mistakes_of_the_stages_are_one_error():
@@ -135,6 +138,14 @@ def test_all_mistakes_of_the_stages_are_one_error():
         assert fact in str(caught.value)
     with pytest.raises(ConfigError, match=r"'web' is not NAME@START: BLEND; 'a@x: web' is not"):
         read_stages(["web", "a@x: web"])
+    for texts, fact in (
+        (["a@0..5: web"], "the first stage, a, has none before it to change from"),
+        (["a@0: web", "b@9..9: web"], "b changes from 9 to 9, which is not later"),
+        (["a@0: web", "b@9..20: web", "c@15: web"], "b changes until 20, after c starts at 15"),
+        (["a@0: web", "b@9..x: web"], "is not NAME@START: BLEND or NAME@START..END: BLEND"),
+    ):
+        with pytest.raises(ConfigError, match=fact):
+            read_stages(texts)
     with pytest.raises(ConfigError, match="some stages start at steps and some at samples"):
         read_stages(["a@0: web", "b@10: web", "c@20samples: web"])
 

@@ -95,8 +95,32 @@ def test_each_source_goes_on_where_it_stopped_and_each_stage_has_its_proportions
     assert dataset[131] == read[131][1]
 
 
+def test_weights_change_linearly_from_one_stage_to_the_next() -> None:
+    # given a source that gives way to two others between samples 1,000 and 5,000
+    first = StageBlend("first", 0, (0,), (Fraction(1),))
+    second = StageBlend("second", 1000, (1, 2), (Fraction(3), Fraction(1)), end=5000)
+    dataset = BlendedDataset([Numbered(), Numbered(), Numbered()], [first, second])
+    read = [dataset.locate(index) for index in range(8000)]
+    for source in range(3):
+        samples = [sample for place, sample in read if place == source]
+        assert samples == list(range(len(samples))), "every sample once, in order"
+    # then their shares follow the line
+    for start in range(0, 8000, 400):
+        done = min(max((start + 200 - 1000) / 4000, 0.0), 1.0) if not 600 <= start < 1000 else 0.0
+        counts = Counter(place for place, _ in read[start : start + 400])
+        for source, share in enumerate((1 - done, 0.75 * done, 0.25 * done)):
+            assert abs(counts[source] - 400 * share) <= 22, (start, source)
+    assert {place for place, _ in read[:1000]} == {0} and 0 not in {place for place, _ in read[5000:]}
+    assert dataset.stage_at(999).name == "first" and dataset.stage_at(1000).name == "second"
+    short = dataset.starting_at([(0, None), (3, 8)])  # fewer samples than parts of the change
+    assert [short.locate(index)[0] for index in range(3)] == [0, 0, 0] and short.locate(8)[0] != 0
+
+
 def test_other_starts_are_other_stages_with_the_same_law() -> None:
-    moved, same = staged(0, 5, 6, 7).starting_at([0, 41, 100, 131]), staged(0, 41, 100, 131)
+    moved, same = (
+        staged(0, 5, 6, 7).starting_at([(start, None) for start in (0, 41, 100, 131)]),
+        staged(0, 41, 100, 131),
+    )
     assert [moved.locate(index) for index in range(200)] == [same.locate(index) for index in range(200)]
 
 

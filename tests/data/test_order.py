@@ -42,7 +42,8 @@ def random_config(draw: random.Random, prefixes: list[Path], *, consumed: int) -
     if draw.random() < 0.3:
         data = {"train_data_path": list(map(str, chosen))}
     elif draw.random() < 0.4:
-        data = {"stages": [f"a@0: {blend}", f"b@{draw.randint(1, 6)}: {draw.choice(prefixes)}"]}
+        starts = draw.choice([draw.randint(1, 6), f"{draw.randint(1, 3)}..{draw.randint(4, 9)}"])
+        data = {"stages": [f"a@0: {blend}", f"b@{starts}: {draw.choice(prefixes)}"]}
     seq_length, size = draw.choice([4, 8]), draw.randint(2, 6)
     train = TrainConfig(global_batch_size=size, micro_batch_size=1, seed=draw.randint(0, 9), train_iters=12)
     kind = draw.random()
