@@ -201,9 +201,9 @@ def _expand_layout(text: str) -> str:
 
 
 _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})=(.+)")
+_COUNT = r"(?:\d+(?:\.\d*)?|\.\d+)[KMBTkmbt]?"
 _STAGE = re.compile(
-    r"(?P<name>[\w.-]+)@(?P<start>[\d.]*\d[KMBTkmbt]?)(\.\.(?P<end>[\d.]+[KMBTkmbt]?))?(?P<unit>samples)?:\s*(?P<blend>\S.*)",
-    re.DOTALL,
+    rf"(?P<name>[\w.-]+)@(?P<start>{_COUNT})(\.\.(?P<end>{_COUNT}))?(?P<unit>samples)?:\s*(?P<blend>\S.*)", re.DOTALL
 )
 STAGES_EXAMPLE = '"stable@0: 0.8 web 0.2 code" "anneal@9000: 0.5 web 0.5 math"'
 
