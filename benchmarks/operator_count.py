@@ -52,7 +52,7 @@ class OperatorCount(TorchDispatchMode):
             return out
         flops = _product_flops(func, args, out)
         if flops is not None:
-            self.add("GEMM", flops=flops, num_bytes=_bytes(name, args, out))
+            self.add("fp8 GEMM" if name.startswith("fp8") else "GEMM", flops=flops, num_bytes=_bytes(name, args, out))
         else:
             self.add("loss" if self.in_loss else "elementwise", num_bytes=_bytes(name, args, out))
         return out
@@ -68,6 +68,9 @@ def _product_flops(func: Any, args: Sequence[Any], out: Any) -> int | None:
     name = func.overloadpacket.__name__
     if name == "_grouped_mm":  # [T, K], [E, K, N] -> [T, N], or [M, T], [T, N] -> [E, M, N]: every token once
         return 2 * args[0].numel() * args[1].shape[-1]
+    if name in ("fp8_mm", "fp8_grouped_mm"):  # values and scales of both; gradients of experts have three dims
+        a, _, b, *_ = args[0]
+        return 2 * a.numel() * (len(b) if name == "fp8_mm" or out.dim() == 3 else out.shape[1])
     counted = flop_registry.get(torch.ops.aten.addmm if name == "addmm_" else func.overloadpacket)
     if counted is None:
         return None

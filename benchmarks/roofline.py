@@ -43,6 +43,8 @@ from nanotrain.config.load import load
 from nanotrain.config.parallel import ParallelConfig
 from nanotrain.data.batch import Batch
 from nanotrain.errors import NanotrainError, report
+from nanotrain.kernels.fp8.layer import fp8_options, layers_in_bf16
+from nanotrain.kernels.fp8.products import keep_weights
 from nanotrain.memory.block_transforms import transform_blocks
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model import transformer
@@ -53,13 +55,14 @@ from nanotrain.parallel.pp.schedules import build_schedule
 from nanotrain.parallel.pp.simulate import simulate
 from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.precision.dtypes import TORCH_DTYPES, Precision
+from nanotrain.precision.fp8 import GROUPED_CAPABILITY, RECIPES
 from nanotrain.spec.counts import flops_per_token, peak_flops
 from nanotrain.topology.groups import GroupSpec
 from nanotrain.topology.topology import Topology
-from nanotrain.train.plans.plan import Plan, StagePlan, plan_run
+from nanotrain.train.plans.plan import Plan, StagePlan, plan_run, with_fp8_products
 from nanotrain.train.plans.traffic import sent_bytes
 
-CLASSES = ("GEMM", "attention", "elementwise", "loss", "gradients", "optimizer", "communication", "bubble")
+CLASSES = ("GEMM", "fp8 GEMM", "attention", "elementwise", "loss", "gradients", "optimizer", "communication", "bubble")
 RANKS_PER_NODE = 8
 NETWORK_BYTES_PER_S = 50e9  # one 400 Gb/s adapter per card, one direction
 GIB = 2**30
@@ -103,6 +106,10 @@ class Budget:
         """FLOP/s of products of the dtype; 0 where it is unknown."""
         return peak_flops(self.card.device_name, self.dtype) or 0.0
 
+    @cached_property
+    def _fp8_peak(self) -> float:
+        return peak_flops(self.card.device_name, "fp8") or 0.0
+
     def idle(self, seconds: float) -> None:
         """Count time in which the rank waits for other pipeline stages."""
         self.costs["bubble"].seconds += seconds
@@ -110,9 +117,10 @@ class Budget:
     def add(self, name: str, *, flops: float = 0.0, num_bytes: float = 0.0, launches: int = 1, times: int = 1) -> None:
         """Count an operator that runs `times` times."""
         card, cost = self.card, self.costs[name]
-        share = {"GEMM": card.gemm_share, "attention": self.attention_share}.get(name, 1.0)
+        shares = {"GEMM": card.gemm_share, "fp8 GEMM": card.gemm_share, "attention": self.attention_share}
+        share, peak = shares.get(name, 1.0), self._fp8_peak if name == "fp8 GEMM" else self.peak
         bandwidth = card.memory_bytes_per_s * card.memory_share
-        seconds = max(flops / (self.peak * share) if flops else 0.0, num_bytes / bandwidth)
+        seconds = max(flops / (peak * share) if flops else 0.0, num_bytes / bandwidth)
         cost.flops += flops * times
         cost.num_bytes += num_bytes * times
         cost.launches += launches * times
@@ -124,7 +132,7 @@ class Budget:
         return sum(cost.seconds for cost in self.costs.values())
 
 
-def budget_of(plan: Plan, card: Card, *, has_triton: bool = True) -> Budget:
+def budget_of(plan: Plan, card: Card, *, has_triton: bool = True, is_fused: bool | None = None) -> Budget:
     """The budget of one step of a rank.
 
     Args:
@@ -132,12 +140,15 @@ def budget_of(plan: Plan, card: Card, *, has_triton: bool = True) -> Budget:
         card: the device.
         has_triton: count the Triton kernels of the loss, products that write weight gradients and joined projections,
             not their torch forms.
+        is_fused: count the kernels that cast to fp8, and what they allow; None is `has_triton`.
     """
+    is_fused = has_triton if is_fused is None else is_fused
     budget = Budget(card, plan.config.precision.params_dtype, attention_share(plan, card))
-    with _model_parallel(plan) as parallel:
+    with _model_parallel(plan, is_fused=is_fused) as parallel:
         for stage in plan.stages:
             _count_microbatches(plan, stage, budget, parallel=parallel, has_triton=has_triton)
-    _count_gradients(plan, budget, writes=has_triton and not plan.data_parallel.strategy.shard_grads)
+    writes = has_triton and not plan.data_parallel.strategy.shard_grads
+    _count_gradients(plan, budget, writes=writes, writes_fp8=writes and is_fused)
     _add_bubble(plan, budget)
     _count_optimizer(plan, budget)
     for (name, _), num_bytes in sent_bytes(plan).items():
@@ -152,7 +163,7 @@ def moe_layer(plan: Plan, card: Card, *, has_triton: bool = True) -> str:
     count, train = OperatorCount(budget, times=1), plan.config.train
     shape = (train.micro_batch_size, plan.config.data.seq_length, plan.shape.hidden_size)
     hidden = torch.empty(shape, dtype=TORCH_DTYPES[budget.dtype], device="meta", requires_grad=True)
-    with _model_parallel(plan) as parallel:
+    with _model_parallel(plan, is_fused=True) as parallel:
         spec, params = next((each.spec, each.params) for each in plan.stages if each.spec.layers)
         layers = transformer.Stage(plan.config.model, spec, params=params, parallel=parallel).layers.values()
         layer = next(block.mlp for block in layers if hasattr(block.mlp, "experts")).to("meta")
@@ -193,6 +204,7 @@ def _count_microbatches(
         shape, dtype = (batch_size, length // parts, config.model.hidden_size), TORCH_DTYPES[budget.dtype]
         hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     before = group.traffic.bytes("tp")
+    _cast_weights(module, OperatorCount(budget, times=1))
     with on_meta(count, has_triton=has_triton), _even_routing(plan), count:
         out = module(hidden, batch)
         out.backward(None if out.dim() == 0 else torch.empty_like(out))
@@ -201,14 +213,31 @@ def _count_microbatches(
         budget.send(plan.groups["tp"], sent * plan.num_microbatches / num_cp)
 
 
+def _cast_weights(module: transformer.Stage, count: OperatorCount) -> None:
+    """Once per step, where weights are kept in fp8."""
+    for block in module.layers.values():
+        keep_weights(block)
+        for hook in block._forward_pre_hooks.values():
+            with count:
+                hook(block, ())
+
+
+def _with_fp8(parallel: ModelParallel, plan: Plan, *, is_fused: bool) -> ModelParallel:
+    precision, keeps = plan.config.precision, is_fused and plan.keeps_fp8_weights(plan.num_microbatches)
+    known = {"sequence": parallel.sequence, "capability": GROUPED_CAPABILITY}
+    fp8 = fp8_options(precision.fp8, **known, is_fused=is_fused, keeps_weights=keeps)
+    in_bf16 = layers_in_bf16(precision.fp8, plan.config.model.num_layers)
+    return replace(parallel, tp=replace(parallel.tp, fp8=fp8), layers_in_bf16=in_bf16)
+
+
 @contextmanager
-def _model_parallel(plan: Plan) -> Iterator[ModelParallel]:
+def _model_parallel(plan: Plan, *, is_fused: bool) -> Iterator[ModelParallel]:
     """The groups of rank 0 of a world of tp, ep and etp whose collectives return at once."""
     recompute = Recompute()
     sizes = {axis: plan.groups[axis].size for axis in ("tp", "ep", "etp")}  # type: ignore[index]
     world_size = math.lcm(sizes["tp"], sizes["ep"] * sizes["etp"])
     if world_size == 1:
-        yield replace(ModelParallel.single_rank(), recompute=recompute)
+        yield _with_fp8(replace(ModelParallel.single_rank(), recompute=recompute), plan, is_fused=is_fused)
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
 
@@ -221,7 +250,7 @@ def _model_parallel(plan: Plan) -> Iterator[ModelParallel]:
         )
         has_experts = plan.shape.moe is not None
         group = ParallelContext.attach(Topology.of(parallel, world_size, has_experts=has_experts)).group
-        yield replace(
+        parallel_groups = replace(
             ModelParallel.single_rank(),
             tp=TensorParallel(group("tp"), plan.config.parallel.sequence_parallel),
             ep=group("ep"),
@@ -229,6 +258,7 @@ def _model_parallel(plan: Plan) -> Iterator[ModelParallel]:
             sequence=group("tp_cp"),
             recompute=recompute,
         )
+        yield _with_fp8(parallel_groups, plan, is_fused=is_fused)
     finally:
         dist.destroy_process_group()
 
@@ -259,15 +289,23 @@ def _add_bubble(plan: Plan, budget: Budget) -> None:
         budget.idle(idle / (1 - idle) * budget.seconds)
 
 
-def _count_gradients(plan: Plan, budget: Budget, *, writes: bool) -> None:
+def _count_gradients(plan: Plan, budget: Budget, *, writes: bool, writes_fp8: bool) -> None:
     """Copies of the first microbatch's gradients to the buffer, and additions of the others'.
 
     `writes`: whether products write to the buffer, as outside of compiled graphs; these move more bytes themselves.
+    Those of fp8 write the first microbatch's where a tensor has one scale, and are added from bf16 after it.
     """
-    precision = Precision.of(plan.config.precision)
+    precision, fp8 = Precision.of(plan.config.precision), plan.config.precision.fp8
     read, buffer = precision.params.itemsize, precision.grads.itemsize
+    in_fp8 = {id(param) for stage in plan.stages for param in with_fp8_products(stage.params, plan.config)}
     for param in (param for stage in plan.stages for param in stage.params):
         numel, later = param.box.numel, plan.num_microbatches - 1
+        if fp8 is not None and fp8.wgrad and id(param) in in_fp8:
+            is_direct = writes_fp8 and RECIPES[fp8.recipe].is_per_tensor
+            name, first = ("fp8 GEMM", buffer - read) if is_direct else ("gradients", read + buffer)
+            budget.add(name, num_bytes=numel * first, launches=not is_direct)
+            budget.add("gradients", num_bytes=numel * (read + 2 * buffer), times=later)
+            continue
         if writes and len(param.spec.shape) == 2 and not param.spec.name.startswith("embedding."):
             # instead of a gradient in the parameters' dtype, which was counted; the launch is the product's
             budget.add("GEMM", num_bytes=numel * (buffer - read), launches=0)
@@ -288,7 +326,7 @@ def _count_optimizer(plan: Plan, budget: Budget) -> None:
 def table(budget: Budget, plan: Plan) -> str:
     """The Markdown table of a budget and its model FLOPs utilization."""
     lines = ["| class | TFLOP | GiB | operators | ms | share |", "|---|---:|---:|---:|---:|---:|"]
-    for name in CLASSES:
+    for name in (each for each in CLASSES if each != "fp8 GEMM" or each in budget.costs):
         cost = budget.costs[name]
         numbers = f"{cost.flops / 1e12:,.1f} | {cost.num_bytes / GIB:,.1f} | {cost.launches:,}"
         lines.append(f"| {name} | {numbers} | {cost.seconds * 1e3:,.1f} | {cost.seconds / budget.seconds:.0%} |")
@@ -309,6 +347,16 @@ def table(budget: Budget, plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def gain_of_fp8(flags: Sequence[str], world_size: int, *, card: Card) -> dict[str, list[float]]:
+    """How much faster than bf16 a step is, by recipe: casts by torch's operators, and by kernels."""
+    gains, bf16 = {}, slowest(load(flags).config, world_size, card=card)[1].seconds
+    for recipe, row in RECIPES.items():
+        fp8 = ["--fp8-format", "e4m3" if row.e4m3_only else "hybrid", "--fp8-recipe", recipe]
+        plan = plan_run(load([*flags, *fp8]).config, world_size, rank=0)
+        gains[recipe] = [bf16 / budget_of(plan, card, is_fused=is_fused).seconds for is_fused in (False, True)]
+    return gains
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the budget."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -316,6 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--torch-forms", action="store_true", help="count torch's operators alone")
     parser.add_argument("--world-size", type=int, default=1)
     parser.add_argument("--moe-layer", action="store_true", help="count one layer of experts and microbatch alone")
+    parser.add_argument("--gain-of-fp8", action="store_true", help="compare the step with bf16, for every recipe")
     parser.add_argument("--rank", type=int, help="the rank that is counted; unset: one of the slowest stage")
     known, flags = parser.parse_known_args(arguments)
     if not any(flag.startswith("+config=") for flag in flags):
@@ -325,6 +374,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         plan = plan_run(config, known.world_size, rank=known.rank or 0)
     except NanotrainError as error:
         sys.exit(report(error))
+    if known.gain_of_fp8:
+        print("| recipe | casts by torch's operators | by kernels |\n|---|---:|---:|")
+        for recipe, gains in gain_of_fp8([*flags, "--mock-data"], known.world_size, card=card).items():
+            print(f"| {recipe} | {gains[0]:.2f} x | {gains[1]:.2f} x |")
+        return
     if known.moe_layer:
         print(moe_layer(plan, card, has_triton=has_triton))
         return

@@ -220,6 +220,15 @@ def test_every_recipe_has_a_budget_of_its_slowest_stage(roofline: ModuleType, re
 
 
 def test_the_program_prints_a_table(roofline: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    roofline.main(["--card", "H200", "+config=tiny", *FLAGS])
+    roofline.main(["--card", "H200", "+config=tiny", *FLAGS, "--fp8"])
     out = capsys.readouterr().out
     assert all(f"| {name} |" in out for name in roofline.CLASSES) and "MFU" in out
+
+
+def test_fp8_pays_with_kernels_that_cast(roofline: ModuleType) -> None:
+    """Of llama3_8b with a quarter of its layers; by torch's operators, fp8 was slower than bf16."""
+    flags, card = ["+config=llama3_8b", "--mock-data", "--num-layers", "8"], roofline.CARDS["H100"]
+    bf16, fp8 = (plan_run(load([*flags, *more]).config, 8, rank=0) for more in ([], ["--fp8"]))
+    seconds = roofline.budget_of(bf16, card).seconds
+    by_torch, by_kernels = (seconds / roofline.budget_of(fp8, card, is_fused=flag).seconds for flag in (False, True))
+    assert by_torch < 0.95 and by_kernels > 1.15, (by_torch, by_kernels)

@@ -1,11 +1,14 @@
 """fp8 products on a CUDA device: torch's kernels against the emulation, for the recipes that the GPU has."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from nanotrain.config.config import Fp8Config
 from nanotrain.errors import EnvironmentFault
+from nanotrain.kernels.compiler import triton_fault
 from nanotrain.kernels.fp8.grouped import select_fp8_gemm
 from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer, Fp8Options
 from nanotrain.kernels.fp8.products import Fp8Linears
@@ -18,6 +21,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 CASES = [(r, f) for r, row in RECIPES.items() for f in FP8_FORMATS if not (row.e4m3_only and f == "hybrid")]
 BF16_ROUNDING = 2.0**-8
+IS_FUSED = [False] if not torch.cuda.is_available() or triton_fault() else [False, True]
+FORMS = pytest.mark.parametrize("is_fused", IS_FUSED)  # casts by torch's operators, and by Triton kernels
 
 
 def skip_without_kernels(recipe: str, name: str) -> None:
@@ -40,12 +45,14 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(("recipe", "name"), CASES)
 @pytest.mark.parametrize("tokens", [256, 200, 24])
-def test_the_products_are_those_of_the_emulation(recipe: str, name: str, tokens: int) -> None:
+@FORMS
+def test_the_products_are_those_of_the_emulation(is_fused: bool, recipe: str, name: str, tokens: int) -> None:
     skip_without_kernels(recipe, name)
     weight, x, grad = draw(384, 256, seed=1), draw(tokens, 256, seed=2), draw(tokens, 384, seed=3)
     results = []
     for device in ("cpu", "cuda"):
-        layer = Fp8Layer(Fp8Options(RECIPES[recipe], FP8_FORMATS[name])).to(device)
+        options = Fp8Options(RECIPES[recipe], FP8_FORMATS[name], is_fused=is_fused and device == "cuda")
+        layer = Fp8Layer(options).to(device)
         products = Fp8Linears([Linear(nn.Parameter(weight.to(device)), None, fp8=layer)], records=True)
         with torch.no_grad():
             dy = grad.to(device)
@@ -54,17 +61,16 @@ def test_the_products_are_those_of_the_emulation(recipe: str, name: str, tokens:
         assert_near(found, expected)
 
 
-def options_of(recipe: str, name: str) -> Fp8Options:
-    has_grouped_mm = torch.cuda.get_device_capability() == GROUPED_CAPABILITY
-    return Fp8Options(RECIPES[recipe], FP8_FORMATS[name], has_grouped_mm=has_grouped_mm)
-
-
 @pytest.mark.parametrize(("recipe", "name"), CASES)
-def test_experts_are_those_of_the_emulation(recipe: str, name: str) -> None:
+@FORMS
+def test_experts_are_those_of_the_emulation(is_fused: bool, recipe: str, name: str) -> None:
     skip_without_kernels(recipe, name)
     counts, results = [40, 0, 129], []
     for device in ("cpu", "cuda"):
-        layer = Fp8Layer(options_of(recipe, name), ExpertRange(0, 3, 3)).to(device)
+        has_grouped_mm = torch.cuda.get_device_capability() == GROUPED_CAPABILITY
+        options = Fp8Options(RECIPES[recipe], FP8_FORMATS[name], has_grouped_mm=has_grouped_mm)
+        options = replace(options, is_fused=is_fused and device == "cuda")
+        layer = Fp8Layer(options, ExpertRange(0, 3, 3)).to(device)
         weight, x = nn.Parameter(draw(3, 256, 128, seed=1).to(device)), draw(sum(counts), 128, seed=2).to(device)
         x.requires_grad_()
         offs = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
