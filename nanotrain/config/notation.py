@@ -256,7 +256,7 @@ def read_stages(texts: Sequence[str], train_iters: int | None = None) -> tuple[D
         start = None if match is None else read_number(match["start"])
         end = read_number(match["end"]) if match is not None and match["end"] else None
         if match is None or start is None or (match["end"] and end is None):
-            mistakes.append(f"{text!r} is not NAME@START: BLEND or NAME@START..END: BLEND")
+            mistakes.append(f"{text!r} is not NAME@START: BLEND")
             continue
         stages.append(DataStage(match["name"], start, match["unit"] is not None, match["blend"].strip(), end))
     if not mistakes and stages:
