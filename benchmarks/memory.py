@@ -52,7 +52,7 @@ from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups
-from nanotrain.parallel.dp.stores import GradPool, ShardedParams
+from nanotrain.parallel.dp.stores import ShardedParams
 from nanotrain.precision.dtypes import DTYPE_NAMES, Precision
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.topology.topology import Topology
@@ -217,45 +217,38 @@ def measure(context: ParallelContext, case: Case) -> Row:
 @contextmanager
 def peak_of_transient_bytes(data_parallel: DataParallel) -> Iterator[list[int]]:
     """Bytes of full gradient buckets and gathered units whenever one is allocated."""
-    seen, allocate, acquire = [0], ShardedParams.allocate, GradPool.acquire
-    pools: dict[int, GradPool] = {}
+    seen, allocate, memory = [0], ShardedParams.allocate, getattr(data_parallel.buckets[0].grads, "_memory", None)
 
     def record() -> None:
         full = sum(b.params.full.untyped_storage().nbytes() for b in data_parallel.buckets) if gathers else 0
-        largest = max(bucket.layout.numel for bucket in data_parallel.buckets)
-        seen.append(full + sum(pool.num_allocated * largest * pool.dtype.itemsize for pool in pools.values()))
+        is_allocated = memory is not None and "tensor" in vars(memory)
+        seen.append(full + (memory.tensor.nbytes if is_allocated else 0))
 
     def recorded_allocate(store: ShardedParams) -> None:
         allocate(store)
         record()
 
-    def recorded_acquire(pool: GradPool) -> torch.Tensor:
-        storage = acquire(pool)
-        pools[id(pool)] = pool
-        record()
-        return storage
-
     gathers = data_parallel.options.strategy.shard_params
-    ShardedParams.allocate, GradPool.acquire = recorded_allocate, recorded_acquire  # type: ignore[method-assign]
+    ShardedParams.allocate = recorded_allocate  # type: ignore[method-assign]
     yield seen
-    ShardedParams.allocate, GradPool.acquire = allocate, acquire  # type: ignore[method-assign]
+    record()
+    ShardedParams.allocate = allocate  # type: ignore[method-assign]
 
 
 def closed_forms(case: Case, data_parallel: DataParallel) -> tuple[int, int, int]:
     """Resident bytes, bytes sent, and the bound of full buckets and gathered units, padding included."""
     layout, strategy = data_parallel.layout, STRATEGIES[case.strategy]
     expected, bound = case.resident * layout.numel, 0
-    largest = max(bucket.numel for bucket in layout.buckets) * case.precision.grads.itemsize
     if strategy.shard_grads:
-        bound = 2 * largest
-        # one rank waits for no reduction, so its bucket is free before the next one fills
-        expected += min(2, case.d * case.n) * largest
+        bound = layout.open_numel * case.precision.grads.itemsize
+        expected += bound
     expected_sent = case.sent * layout.numel
-    if strategy.shard_params:  # the tied embedding is gathered for the embedding and for the head
+    if strategy.shard_params:  # the tied embedding is gathered for the embedding, and with the final norm for the head
         width = case.precision.params.itemsize
-        bound += max(layout.numel_of_units.values()) * width
         tied = sum(bucket.numel for bucket in layout.buckets if bucket.is_shared)
-        expected_sent += 2 * MICROBATCHES * width * tied * (case.d - 1) / case.d
+        norm = layout.numel_of_units["head"]
+        bound += max(norm + tied, *layout.numel_of_units.values()) * width
+        expected_sent -= MICROBATCHES * width * norm * (case.d - 1) / case.d
     return round(expected), round(expected_sent), bound
 
 

@@ -36,7 +36,7 @@ WRITES = {
     torch.ops.nanotrain.write_wgrad.default: write_in_graph,
     torch.ops.nanotrain.write_fp8_wgrad.default: write_fp8_in_graph,
 }
-
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _READS_WITHOUT_DISPATCH = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
 
 
@@ -47,7 +47,11 @@ class Recorder(recorder.Recorder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_started = 0
+        self.num_started = self.num_products = 0
+        self.hidden_by: list[
+            tuple[str, int]
+        ] = []  # operations that were waited for, and the products since their start
+        self._products_at: dict[InFlight, int] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -63,11 +67,19 @@ class Recorder(recorder.Recorder):
                 return WRITES[func]._init_fn(*args, **(kwargs or {}))
         if func is with_effects:  # the same in a graph: (token, operator, *arguments) -> (token, result)
             return args[0], self.__torch_dispatch__(args[1], types, args[2:], kwargs)
+        self.num_products += func.overloadpacket.__name__ in PRODUCTS
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def start(self, op: str, **buffers: Any) -> InFlight:
         self.num_started += 1
-        return super().start(op, **buffers)
+        flight = super().start(op, **buffers)
+        self._products_at[flight] = self.num_products
+        return flight
+
+    def complete(self, flight: InFlight) -> None:
+        if flight in self.flying:
+            self.hidden_by.append((flight.op, self.num_products - self._products_at[flight]))
+        super().complete(flight)
 
 
 class _HostReads(TorchFunctionMode):

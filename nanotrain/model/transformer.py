@@ -121,6 +121,8 @@ class Embedding(nn.Module):
         is_scaled: multiply word embeddings by sqrt(H), rounded to their dtype.
     """
 
+    is_lookup = True  # as an FSDP unit its backward reads no parameters
+
     def __init__(self, params: Parameters, *, tensor_parallel: TensorParallel, is_scaled: bool = False) -> None:
         super().__init__()
         weight = params["word.weight"]

@@ -87,6 +87,7 @@ def declare_stage(declare: Declaration, stage: StageSpec) -> Specs:
     """Every parameter of a pipeline stage, in registration order.
 
     A word embedding that is tied, or read by multi-token prediction, is declared on the first and on the last stage.
+    The final norm belongs to the unit of the head, which runs next.
     """
     shape = declare.shape
     units: dict[str, Specs] = {}
@@ -101,7 +102,7 @@ def declare_stage(declare: Declaration, stage: StageSpec) -> Specs:
     if stage.has_head:
         units |= {f"mtp.{depth}": mtp_layer(declare, layer) for depth, layer in enumerate(shape.mtp_layers)}
     return tuple(
-        replace(spec, name=f"{unit}.{spec.name}", unit=unit, stage=stage.index)
+        replace(spec, name=f"{unit}.{spec.name}", unit="head" if unit == "final_norm" else unit, stage=stage.index)
         for unit, specs in units.items()
         for spec in specs
     )

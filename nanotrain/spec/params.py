@@ -57,7 +57,7 @@ class ParamSpec:
     shards: tuple[Shard, ...] = ()
     grad_sum_axes: tuple[str, ...] = ()  # axes over which the gradient is summed besides data parallelism
     stage: int = 0  # pipeline stage
-    unit: str = ""  # FSDP unit: "embedding", "layers.3", "final_norm", "head" or "mtp.0"
+    unit: str = ""  # FSDP unit: "embedding", "layers.3", "head" or "mtp.0"
     group: str = ""  # of the layers it belongs to: "embedding", "attention", "mlp", "experts", "norms", "head", "mtp"
     is_expert: bool = False  # data-parallel over expert_dp instead of dp_cp
     # several units read it: a tied word embedding; with multi-token prediction word embedding and head

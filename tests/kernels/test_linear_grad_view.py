@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanotrain.kernels import linear as linear_module
 from nanotrain.kernels.deferred_wgrad import WgradQueue, accumulate_wgrads
 from nanotrain.kernels.linear import GradView, grad_view_in_graph, grad_view_of, write_wgrad
-from nanotrain.parallel.dp.data_parallel import DataParallel
 from tests.kernels.writing_network import I, Network, O, T, V, draw, microbatch, step, wrap
 
 
@@ -32,23 +31,26 @@ def test_written_gradients_are_those_that_autograd_returns(
     torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance * results[0].abs().max().item())
 
 
-def test_a_bucket_borrows_storage_only_after_the_bucket_before_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    network, refused, written = Network(), [], []
-    network.block = network.short_block  # type: ignore[method-assign]
-    start = DataParallel._start_write
-
-    def record(self: DataParallel, name: str) -> tuple[Tensor, bool] | None:
-        target = start(self, name)
-        (refused if target is None else written).append(name)
-        return target
-
-    monkeypatch.setattr(DataParallel, "_start_write", record)
-    parallel = wrap(network, writes=True, strategy="optim_grads")
-    step(network, parallel)
-    (pool,) = {bucket.grads._pool for bucket in parallel.buckets}  # type: ignore[union-attr]
-    assert pool.num_allocated <= 2 < len(parallel.buckets)
-    # first and second are one backward; second is in the bucket of last, which its hook completes
-    assert (written, refused) == (2 * ["last.weight", "second.weight"], 2 * ["first.weight"])
+def test_the_next_two_buckets_borrow_memory_and_gradients_of_later_ones_are_kept_until_their_turn() -> None:
+    parallel = wrap(Network(), writes=True, strategy="optim_grads")
+    first, second, *later = [bucket.layout.params[0].name for bucket in parallel.buckets]
+    for _ in range(2):
+        parallel.begin_step()
+        parallel.backward_begins(is_last=True)
+        assert parallel._start_write(first) and parallel._start_write(second) and later
+        assert not any(parallel._start_write(name) for name in later)
+        for added in (False, True):  # used twice in a graph
+            for name in later:
+                view, has_grads = parallel._start_write(name, in_graph=True) or (torch.empty(0), None)
+                assert has_grads is added
+                view.copy_(view + 1 if added else torch.ones_like(view))
+        for name in later:  # and once outside of it
+            parallel._bucket_of[name].keep_grad(name, torch.ones(parallel._views[name][1].shape).bfloat16())
+        parallel.backward_ended()
+        parallel.finish_grad_reduce()
+        assert all(
+            parallel._bucket_of[name].view(name, parallel._bucket_of[name].grads.main).eq(3).all() for name in later
+        )
 
 
 def test_a_bucket_is_reduced_after_the_last_use_of_its_weights_and_before_the_backward_ends() -> None:

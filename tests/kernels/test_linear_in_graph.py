@@ -65,8 +65,6 @@ def test_graphs_write_to_storage_that_a_bucket_borrows_where_it_is_the_only_one_
         step(network, parallel)
         results.append(step(network, parallel))
         assert set(written) == ({"first.weight", "second.weight", "last.weight"} if writes else set())
-        (pool,) = {bucket.grads._pool for bucket in parallel.buckets}  # type: ignore[union-attr]
-        assert pool.num_allocated <= 2
     assert torch.equal(*results)
 
 

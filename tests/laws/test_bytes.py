@@ -38,6 +38,7 @@ def measure(ctx: ParallelContext, case: Case) -> dict[str, int]:
     return {
         "elements": sum(bucket.layout.numel for bucket in buckets if not is_expert(bucket)),
         "expert elements": sum(bucket.layout.numel for bucket in buckets if is_expert(bucket)),
+        "once": sum(bucket.layout.numel for bucket in buckets if bucket.layout.units & {"embedding", "head"}),
         "resident": resident,
         "sent": sent,
         "planned resident": planned_resident_bytes(run),
@@ -83,7 +84,7 @@ def test_resident_and_sent_bytes_are_planned_and_the_closed_form(strategy: str, 
     )
     for measured in run_ranks(d, measure, case, strategy=strategy, shares=True):
         elements = measured["elements"]
-        form = Form(strategy, dtype, elements, d)
+        form = Form(strategy, dtype, elements, d, once=measured["once"])
         assert measured["resident"] == measured["planned resident"] == form.resident
         assert measured["sent"] == measured["planned sent"] == form.moved(microbatches)
 
@@ -111,8 +112,13 @@ def test_bytes_of_optimizer_instances(strategy: str, ranks: int, ep: int, instan
         for measured, (m, outer) in zip(by_case, variants, strict=True):
             num_outer = instances if outer == "optim" else 1
             resident = moved = 0
-            for name, num_ranks in {"elements": ranks, "expert elements": ranks // ep}.items():
-                form = Form(strategy, "bf16", measured[name], d=num_ranks // instances, n=instances, outer=num_outer)
+            # the experts of the only layer are the last unit of their buffer
+            for name, num_ranks, once in (
+                ("elements", ranks, "once"),
+                ("expert elements", ranks // ep, "expert elements"),
+            ):
+                d, instanced = num_ranks // instances, {"n": instances, "outer": num_outer, "once": measured[once]}
+                form = Form(strategy, "bf16", measured[name], d, **instanced)
                 resident += form.resident
                 moved += form.moved(m)
             assert measured["resident"] == measured["planned resident"] == resident
@@ -154,6 +160,7 @@ def test_bytes_of_low_precision_gradients(strategy: str, instances: int) -> None
                 outer=num_outer,
                 grad=2,
                 main=main,
+                once=measured["once"],
             )
             assert measured["resident"] == measured["planned resident"] == form.resident
             assert measured["sent"] == measured["planned sent"] == form.moved(m)
@@ -190,7 +197,9 @@ def test_the_plan_has_the_bytes_of_the_documented_tables(strategy: str, instance
     )
     plan = plan_run(config_of(case), ranks, rank=0)
     elements = sum(bucket.numel for buffer in plan.buffers for bucket in buffer.layout.buckets)
-    sizes = {"P": elements, "d": ranks // instances, "m": microbatches, "n": instances}
+    buckets = [bucket for buffer in plan.buffers for bucket in buffer.layout.buckets]
+    once = sum(bucket.numel for bucket in buckets if bucket.units & {"embedding", "head"})
+    sizes = {"P": elements, "E": once, "d": ranks // instances, "m": microbatches, "n": instances}
     resident, *sent = (round(value_of_cell(cell, sizes)) for cell in documented(strategy)[instances - 1])
     assert plan.resident_bytes.total - plan.resident_bytes.grad_buckets - plan.resident_bytes.units == resident
     planned = sent_bytes(plan)
@@ -250,7 +259,8 @@ def test_gathers_of_recomputed_layers_are_planned(model: str) -> None:
         for measured, (memory, options) in zip(by_case, RECOMPUTED, strict=True):
             assert measured["sent"] == measured["planned sent"], (memory, options)
             if model == "untied" and "recompute_num_layers" not in memory:
-                assert measured["sent"] == Form("optim_grads_params", "fp32", measured["elements"], d=2).moved(2)
+                form = Form("optim_grads_params", "fp32", measured["elements"], d=2, once=measured["once"])
+                assert measured["sent"] == form.moved(2)
 
 
 @dataclass(frozen=True)
@@ -265,6 +275,7 @@ class Form:
     outer: int = 1  # instances that optimizer state is sharded over
     grad: int = 4  # bytes of a gradient as it is reduced
     main: int = 4  # bytes of a gradient as the optimizer reads it
+    once: int = 0  # elements that are gathered for the forward only: of the embedding, and of final norm and head
 
     @property
     def resident(self) -> int:
@@ -289,5 +300,7 @@ class Form:
             "optim_grads_params": self.grad * m + 2 * m * param,
         }[self.strategy]
         inside = per_element * self.elements * (self.d - 1) // self.d
+        if self.strategy == "optim_grads_params":
+            inside -= param * m * self.once * (self.d - 1) // self.d
         across = self.grad + param if self.outer > 1 else 2 * self.grad
         return inside + across * self.elements // self.d * (self.n - 1) // self.n

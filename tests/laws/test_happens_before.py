@@ -22,9 +22,10 @@ from nanotrain.memory import block_transforms
 from nanotrain.memory import offload as activation_offload
 from nanotrain.model.context import BatchContext
 from nanotrain.optim import offload as optimizer_offload
+from nanotrain.parallel.dp import layout
 from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.data_parallel import DataParallel
-from nanotrain.parallel.dp.stores import GradPool, ParamStore
+from nanotrain.parallel.dp.stores import ParamStore, TransientGrads
 from nanotrain.parallel.pp import executor
 from nanotrain.parallel.pp.executor import run_forward
 from nanotrain.topology.topology import Topology
@@ -161,11 +162,12 @@ def test_weight_gradients_that_graphs_write_are_written_before_their_reduction(
 ) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(block_transforms.torch, "compile", partial(torch.compile, backend="aot_eager"))
-    # the block in one bucket, which borrows its storage
-    options = OVERLAP | {"ddp_bucket_size": 20_000}
-    row = Row(
-        2, "optim_grads", options=options, sections={"train": {"torch_compile": True}, "model": {"num_layers": 1}}
-    )
+    # as in a model of billions every unit has a bucket, which borrows its memory
+    monkeypatch.setattr(layout, "MIN_DEFAULT_BUCKET_SIZE", 1)
+    monkeypatch.setattr(layout, "DEFAULT_BUCKET_SIZE_PER_SHARD", 1)
+    model = {"num_layers": 4, "untie_embeddings_and_output_weights": True}
+    sections = {"train": {"torch_compile": True}, "model": model}
+    row = Row(2, "optim_grads", options=OVERLAP | {"ddp_bucket_size": None}, sections=sections)
     start, writes = DataParallel._start_write, []
 
     def written(self: DataParallel, name: str, **options: bool) -> Any:
@@ -173,8 +175,13 @@ def test_weight_gradients_that_graphs_write_are_written_before_their_reduction(
         return start(self, name, **options)
 
     monkeypatch.setattr(DataParallel, "_start_write", written)
-    trains(row, tmp_path)
+    recorder = trains(row, tmp_path)
     assert sum("layers.0." in name for name in writes) == 2 * 2 * 7, "steps x microbatches x linear layers"
+    hidden_by = [products for op, products in recorder.hidden_by if op == "reduce_scatter"]
+    assert len(hidden_by) == 2 * 2 * 6, "steps x microbatches x units"
+    for of_step in (hidden_by[:12], hidden_by[12:]):
+        # when those of the first layer and the embedding start, no product is left in the step
+        assert all(of_step[:-2]) and not any(of_step[-2:]), of_step
 
     def reduced_before(self: DataParallel, name: str, **options: bool) -> Any:  # a planted bug
         target = start(self, name, **options)
@@ -219,15 +226,8 @@ def _no_wait_for_messages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(executor, "start_send_recv", started)
 
 
-def _pooled_grads_released_early(patch: pytest.MonkeyPatch) -> None:
-    start = Bucket.start_reduce
-    patch.setattr(GradPool, "release", lambda self, storage: None)
-
-    def start_reduce(self: Bucket, *, is_last: bool) -> None:
-        start(self, is_last=is_last)
-        self.grads._pool._free.append(self.grads._storage)  # type: ignore[union-attr, arg-type]
-
-    patch.setattr(Bucket, "start_reduce", start_reduce)
+def _borrowed_grads_taken_early(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TransientGrads, "overlaps", lambda self, other: False)
 
 
 def _inputs_not_kept(patch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ PLANTED = [
     (_no_wait_for_grads, Row(2, "optim", options=OVERLAP), "in flight: reduce_scatter"),
     (_no_wait_for_grads, Row(2, "optim_grads", options=OVERLAP), "reads an output in flight: reduce_scatter"),
     (_no_wait_for_messages, Row(2, "optim", {"pp": 2}, rank=1), "reads an output in flight: receive"),
-    (_pooled_grads_released_early, Row(2, "optim_grads", options=OVERLAP), "in flight: reduce_scatter"),
+    (_borrowed_grads_taken_early, Row(2, "optim_grads", options=OVERLAP), "in flight: reduce_scatter"),
     (_inputs_not_kept, Row(2, "optim", {"tp": 2}, SP), "storage was freed or resized in flight: reduce_scatter"),
 ]
 

@@ -130,9 +130,9 @@ def test_initial_values_and_weight_decay_follow_what_a_parameter_is_for() -> Non
     assert all(spec.weight_decay is (len(spec.shape) > 1) for spec in specs.values())
 
 
-def test_units_are_the_embedding_each_layer_the_norm_and_the_head() -> None:
+def test_units_are_the_embedding_each_layer_and_the_head_with_the_final_norm() -> None:
     units = list(dict.fromkeys(spec.unit for spec in declared(MODELS["llama-untied"])))
-    assert units == ["embedding", "layers.0", "layers.1", "final_norm", "head"]
+    assert units == ["embedding", "layers.0", "layers.1", "head"]
 
 
 def test_update_rules_on_matrices_apply_inside_the_blocks_only() -> None:
@@ -158,7 +158,7 @@ def test_layers_of_multi_token_prediction_are_on_the_last_stage_and_like_the_las
     moe = MoEConfig(num_experts=4, layer_freq="[0]+[1]")
     specs = declared(replace(LLAMA, moe=moe, mtp=MTPConfig(num_layers=2)), stages=2)
     units = {spec.unit for spec in specs if spec.stage == 1}
-    assert units == {"embedding", "layers.1", "final_norm", "mtp.0", "mtp.1"}
+    assert units == {"embedding", "layers.1", "head", "mtp.0", "mtp.1"}
     assert not [spec for spec in specs if spec.stage == 0 and spec.unit.startswith("mtp")]
     like = {spec.name.removeprefix("layers.1."): spec.shape for spec in specs if spec.unit == "layers.1"}
     of_block = [spec for spec in specs if spec.name.startswith("mtp.1.block.")]

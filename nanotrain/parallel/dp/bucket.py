@@ -9,6 +9,7 @@ A bucket is composed of a parameter store and a gradient store (`stores.py`) and
     finish_reduce           `grads.main` holds the sum
 """
 
+import torch
 from torch import Tensor
 
 from nanotrain.comm.all_to_all import start_reduce_scatter_by_all_to_all
@@ -80,6 +81,7 @@ class Bucket:
         }
         self._gaps = _gaps(layout)
         self._written: set[str] = set()
+        self._early: dict[str, Tensor] = {}  # gradients that are kept until the bucket has memory
         self._missing: set[str] = set()
         self._inside: Work[Tensor] | None = None
         self._across: Work[Tensor] | None = None
@@ -102,6 +104,7 @@ class Bucket:
     def begin_step(self) -> None:
         """Discard the gradients of the last step."""
         self._written.clear()
+        self._early.clear()
         self._is_first = True
 
     def begin_backward(self) -> None:
@@ -110,19 +113,35 @@ class Bucket:
 
     def add_grad(self, name: str, grad: Tensor) -> None:
         """Add one parameter's gradient of one microbatch."""
+        self._add(name, grad)
+        self.mark_ready(name)
+
+    def keep_grad(self, name: str, grad: Tensor) -> None:
+        """Keep one parameter's gradient of one microbatch until the bucket is reduced, and has memory."""
+        early = self._early.get(name)
+        self._early[name] = grad if early is None else early.add_(grad)
+        self.mark_ready(name)
+
+    def _add(self, name: str, grad: Tensor) -> None:
         target = self.view(name, self.grads.full()).view_as(grad)
         if name in self._written:
             target.add_(grad)
         else:
             target.copy_(grad)
             self._written.add(name)
-        self.mark_ready(name)
 
     def start_write(self, name: str) -> tuple[Tensor, bool]:
         """The gradient elements of one parameter, and whether to add to them because this step has written them."""
         has_grads = name in self._written
         self._written.add(name)
         return self.view(name, self.grads.full()), has_grads
+
+    def start_keep(self, name: str, *, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, bool]:
+        """As `start_write`, in memory of its own, which is kept as by `keep_grad`."""
+        has_grads = name in self._early
+        if not has_grads:
+            self._early[name] = self.grads.shard.new_empty(shape, dtype=dtype)
+        return self._early[name], has_grads
 
     def mark_ready(self, name: str) -> None:
         """Mark one parameter's gradient of this backward as complete."""
@@ -135,6 +154,9 @@ class Bucket:
             is_last: whether no other reduction of this bucket follows in the step.
         """
         full, self._awaits_across = self.grads.full(), is_last
+        for name, grad in self._early.items():
+            self._add(name, grad)
+        self._early.clear()
         self._zero_unwritten(full)
         self._inside = self._reduction.start_inside(full)
         if self._reduction.groups.shard.size == 1:

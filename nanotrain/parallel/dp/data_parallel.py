@@ -233,24 +233,30 @@ class DataParallel:
         bucket = self._bucket_of[name]
         if grad is None:  # written into the bucket, or none
             bucket.mark_ready(name)
-        else:
+        elif self._may_open(bucket):
             self._prepare_write(bucket)
             bucket.add_grad(name, grad)
+        else:
+            bucket.keep_grad(name, grad)
         if bucket.is_ready and self._reduces_now:
             unready = (i for i in range(self._num_started, len(self.buckets)) if not self.buckets[i].is_ready)
             self._start_reductions(until=next(unready, len(self.buckets)))
 
-    def _start_write(self, name: str, *, may_refuse: bool = True) -> tuple[Tensor, bool] | None:
+    def _start_write(self, name: str, *, in_graph: bool = False) -> tuple[Tensor, bool] | None:
         """`GradView.start_write` of a parameter."""
-        bucket = self._bucket_of[name]
-        borrows = self.options.strategy.shard_grads and not bucket.grads.holds_pooled
-        # While the previous bucket is incomplete, this one would be the third with storage.
-        is_full = may_refuse and borrows and any(b.grads.holds_pooled and not b.is_in_flight for b in self.buckets)
-        if not self._in_backward or is_full:
+        bucket, shape = self._bucket_of[name], self._views[name][1].shape
+        if not self._in_backward:
             return None
+        if not self._may_open(bucket):
+            return bucket.start_keep(name, shape=shape, dtype=self._grad_dtype) if in_graph else None
         self._prepare_write(bucket)
         view, has_grads = bucket.start_write(name)
-        return view.view(self._views[name][1].shape), has_grads
+        return view.view(shape), has_grads
+
+    def _may_open(self, bucket: Bucket) -> bool:
+        """Whether a bucket has memory, or may borrow some: a later one would take that of one that is still to come."""
+        first = self._num_started
+        return not self.options.strategy.shard_grads or bucket in self.buckets[first : first + MAX_FULL_BUCKETS]
 
     def _start_reductions(self, *, until: int) -> None:
         for bucket in self.buckets[self._num_started : until]:
@@ -272,12 +278,12 @@ class DataParallel:
         return MAX_REDUCTIONS if holds_memory or is_followed else len(self.buckets)
 
     def _prepare_write(self, bucket: Bucket) -> None:
-        """Finish the bucket's last reduction and, for a transient store, wait until the pool has storage left."""
+        """Finish the bucket's last reduction and, for a transient store, those of others that have its memory."""
         while bucket.is_in_flight:
             self._finish_oldest()
-        if self.options.strategy.shard_grads and not bucket.grads.holds_pooled:
+        if not bucket.grads.is_open:
             for started in self._in_flight:
-                if sum(b.grads.holds_pooled for b in self.buckets) >= MAX_FULL_BUCKETS:
+                if bucket.grads.overlaps(started.grads):
                     started.finish_inside()
 
     def _finish_oldest(self) -> None:
@@ -303,7 +309,7 @@ class DataParallel:
                 # Several units use a shared weight: it would hold pooled storage from its first use to its last.
                 if writes_wgrads and not (is_transient and local.spec.is_shared):
                     start, ready = partial(self._start_write, name), partial(take, param)
-                    in_graph = partial(start, may_refuse=False) if local.spec.unit in traced else None
+                    in_graph = partial(start, in_graph=True) if local.spec.unit in traced else None
                     attach(GradView(self._grad_dtype, start, ready, in_graph), param)
             bucket.params.free()
         if (amax_groups := self.options.fp8_amax_groups) is not None:
@@ -322,12 +328,13 @@ class DataParallel:
         if not options.strategy.shard_params:
             for unit in units:
                 params = [self.buckets[i].params for i in unit.buckets]
-                unit.module.register_forward_pre_hook(partial(wait_before_forward, params))
+                unit.first.register_forward_pre_hook(partial(wait_before_forward, params))
             units = []  # nothing is gathered and freed
+        lookups = [index for index, unit in enumerate(units) if unit.is_lookup]
         return UnitGather(
-            [unit.module for unit in units],
+            units,
             [bucket.params for bucket in self.buckets],
-            order=GatherOrder.of([unit.buckets for unit in units], self.layout, options=options),
+            order=GatherOrder.of([unit.buckets for unit in units], self.layout, options=options, lookups=lookups),
             before_backward=partial(self._reduce_later_units, [unit.num_complete for unit in units]),
             is_recomputing=options.is_recomputing,
         )

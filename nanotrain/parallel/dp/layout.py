@@ -23,6 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from nanotrain.quantities import round_up
 from nanotrain.spec.boxes import TensorBox, flat_range_to_boxes
@@ -44,6 +45,7 @@ class LayoutRules:
     bucket_size: int | None = None  # elements after which a bucket closes; None for the default
     pad_for_high_busbw: bool = False  # pad bucket ends to a multiple of 65536 elements
     gathers_by_unit: bool = False  # also close a bucket where the FSDP unit changes, so that no bucket spans two units
+    keeps_units: bool = False  # close a bucket nowhere else, so that a unit lies in one bucket
 
     @property
     def closing_size(self) -> int:
@@ -201,6 +203,16 @@ class BufferLayout:
         return GatherBlocks(numel, tuple(reversed(places)))
 
     @property
+    def open_numel(self) -> int:
+        """Elements of the two successive buckets that are the largest."""
+        return max((first.numel + second.numel for first, second in pairwise(self.buckets)), default=self.numel)
+
+    @property
+    def open_starts(self) -> tuple[int, ...]:
+        """Per bucket its first element in memory of `open_numel` elements: in turn from its start and up to its end."""
+        return tuple((self.open_numel - b.numel) * (i % 2) for i, b in enumerate(self.buckets))
+
+    @property
     def params(self) -> tuple[LocalParam, ...]:
         """All parameters in registration order."""
         return tuple(entry.param for bucket in reversed(self.buckets) for entry in reversed(bucket.params))
@@ -226,17 +238,18 @@ def plan_layout(params: Sequence[LocalParam], rules: LayoutRules) -> BufferLayou
         open_params.clear()
         return end
 
+    def is_full() -> bool:
+        return open_params[-1].stop - bucket_start >= rules.closing_size
+
     for param in reversed(params):
-        if open_params and (param.spec.is_shared or _enters_unit(param, open_params[-1].param, rules=rules)):
+        enters_unit = bool(open_params) and param.spec.unit != open_params[-1].param.spec.unit
+        ends = enters_unit and (rules.gathers_by_unit or is_full())
+        if open_params and (param.spec.is_shared or ends):
             bucket_start = close_bucket()
         start = round_up(open_params[-1].stop, PARAM_ALIGNMENT) if open_params else bucket_start
         open_params.append(FlatRange(param, start, 0, param.box.numel))
-        if param.spec.is_shared or open_params[-1].stop - bucket_start >= rules.closing_size:
+        if param.spec.is_shared or (is_full() and not rules.keeps_units):
             bucket_start = close_bucket()
     if open_params:
         close_bucket()
     return BufferLayout(tuple(buckets))
-
-
-def _enters_unit(param: LocalParam, before: LocalParam, *, rules: LayoutRules) -> bool:
-    return rules.gathers_by_unit and param.spec.unit != before.spec.unit

@@ -39,8 +39,8 @@ STRATEGIES = {
 }
 
 
-# Buckets with full-size gradients at once where gradients are sharded: one fills while another is being reduced; a
-# third would only hold memory.
+# Buckets with full-size gradients at once where gradients are sharded, the next two of the buffer: one fills while
+# another is being reduced; a third would only hold memory.
 MAX_FULL_BUCKETS = 2
 
 
@@ -105,12 +105,20 @@ class DataParallelOptions:
         )
 
 
-def layout_rules(parallel: ParallelConfig, *, num_shards: int, num_outer_shards: int) -> LayoutRules:
-    """The rules of a buffer that is sharded over that many ranks, and over that many instances in turn."""
+def layout_rules(
+    parallel: ParallelConfig, *, num_shards: int, num_outer_shards: int, is_expert: bool = False
+) -> LayoutRules:
+    """The rules of a buffer that is sharded over that many ranks, and over that many instances in turn.
+
+    A compiled block runs its hooks after its whole backward and writes to all of its buckets in between. Where buckets
+    borrow memory it lies in one, so that it does not wait for reductions of its own. Experts are outside of graphs.
+    """
+    strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
     return LayoutRules(
         num_shards=num_shards,
         num_outer_shards=num_outer_shards,
         bucket_size=parallel.ddp_bucket_size,
         pad_for_high_busbw=parallel.ddp_pad_buckets_for_high_nccl_busbw,
-        gathers_by_unit=STRATEGIES[parallel.data_parallel_sharding_strategy].shard_params,
+        gathers_by_unit=strategy.shard_params,
+        keeps_units=strategy.shard_grads and parallel.ddp_bucket_size is None and not is_expert,
     )

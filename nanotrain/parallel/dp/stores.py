@@ -6,12 +6,13 @@
     gradients    ResidentGrads     full size all the time; microbatches accumulate at full size, one reduction per step
                  TransientGrads    full size while a microbatch fills it, then only this rank's shard accumulates
 
-Transient stores take full-size storage from a `GradPool` and return it, so that few buckets exist at full size.
+Transient stores borrow full-size memory that holds two successive buckets. Buckets borrow in turn from its start and up
+to its end, so a bucket waits for the reduction of the last but one, and the memory has the size of two neighbours.
 `build_params` and `build_grads` allocate the stores of all buckets of a layout.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -154,7 +155,7 @@ class ResidentGrads:
         main_dtype: dtype of the gradients that the optimizer reads, by default that of `full`.
     """
 
-    holds_pooled = False
+    is_open = True  # as `TransientGrads`
 
     def __init__(self, full: Tensor, *, groups: ReduceGroups, main_dtype: torch.dtype | None = None) -> None:
         self._full, self.shard = full, shard_of(full, groups.shard)
@@ -163,6 +164,10 @@ class ResidentGrads:
         self.main = self._update
         if main_dtype not in (None, full.dtype):
             self.main = torch.zeros_like(self._update, dtype=main_dtype)
+
+    def overlaps(self, other: "GradStore") -> bool:
+        """Whether the other store has the same memory."""
+        return self is other
 
     def full(self) -> Tensor:
         """[numel] storage of unreduced gradients, with arbitrary values where nothing was written."""
@@ -181,51 +186,42 @@ class ResidentGrads:
             self.main.copy_(self._update)
 
 
-class GradPool:
-    """Full-size gradient storage for transient stores; released storage is used again before any is allocated."""
+class GradMemory:
+    """Memory of the full-size gradients of transient stores, for two successive buckets; allocated at the first use."""
 
     def __init__(self, numel: int, *, device: torch.device, dtype: torch.dtype) -> None:
         self._numel, self._device, self.dtype = numel, device, dtype
-        self._free: list[Tensor] = []
-        self.num_allocated = 0
 
-    def acquire(self) -> Tensor:
-        """Storage as large as the largest bucket, with arbitrary values."""
-        if self._free:
-            return self._free.pop()
-        self.num_allocated += 1
+    @cached_property
+    def tensor(self) -> Tensor:
+        """[numel], with arbitrary values."""
         return torch.empty(self._numel, dtype=self.dtype, device=self._device)
-
-    def release(self, storage: Tensor) -> None:
-        """Return acquired storage."""
-        self._free.append(storage)
 
 
 class TransientGrads:
-    """This rank's shard of the gradients (`optim_grads`); full-size storage exists from first write to reduction.
+    """This rank's shard of the gradients (`optim_grads`); full-size memory is borrowed from first write to reduction.
 
     Args:
-        numel: elements of the bucket.
+        place: elements of the memory that the bucket borrows; others borrow them too.
         shard: [shard_numel] accumulates the reduced gradients of the microbatches, in the dtype the optimizer reads.
-        pool: source of full-size storage, in the dtype of the reduction.
+        memory: full-size memory, in the dtype of the reduction.
         groups: groups of the bucket.
     """
 
-    def __init__(self, numel: int, shard: Tensor, *, pool: GradPool, groups: ReduceGroups) -> None:
+    def __init__(self, place: slice, shard: Tensor, *, memory: GradMemory, groups: ReduceGroups) -> None:
         self.shard, self.main = shard, shard_of(shard, groups.outer)
-        self._numel, self._pool, self._groups = numel, pool, groups
-        self._storage: Tensor | None = None
+        self._place, self._memory, self._groups = place, memory, groups
+        self.is_open = False  # whether memory is borrowed
 
-    @property
-    def holds_pooled(self) -> bool:
-        """Whether full-size storage of the pool is in use."""
-        return self._storage is not None
+    def overlaps(self, other: "GradStore") -> bool:
+        """Whether the other store borrows elements of the same memory."""
+        assert isinstance(other, TransientGrads), "all stores of a buffer are alike"
+        return max(self._place.start, other._place.start) < min(self._place.stop, other._place.stop)
 
     def full(self) -> Tensor:
-        """[numel] storage of unreduced gradients, with arbitrary values where nothing was written."""
-        if self._storage is None:
-            self._storage = self._pool.acquire()
-        return self._storage[: self._numel]
+        """[numel] memory of unreduced gradients, with arbitrary values where nothing was written."""
+        self.is_open = True
+        return self._memory.tensor[self._place]
 
     def finish_inside(self, *, is_first: bool) -> None:
         """Copy this rank's slice of the reduced `full` to `shard`, or add it after the first microbatch."""
@@ -234,13 +230,11 @@ class TransientGrads:
             self.shard.copy_(reduced)
         else:
             self.shard.add_(reduced)
-        assert self._storage is not None, "`full` acquires it"
-        self._pool.release(self._storage)
-        self._storage = None
+        self.is_open = False
 
     def shard_to_reduce(self) -> Tensor:
         """[shard_numel] what is reduced across instances: `shard`, or a copy in the dtype of the reduction."""
-        return self.shard.to(self._pool.dtype)
+        return self.shard.to(self._memory.dtype)
 
     def finish(self, shard: Tensor) -> None:
         """Copy the reduced gradients to `main`, given `shard_to_reduce` after its reduction."""
@@ -304,9 +298,10 @@ def build_grads(
         buffer = torch.zeros(layout.numel, dtype=precision.grads, device=device)
         fulls = buffer.split([bucket.numel for bucket in layout.buckets])
         return [ResidentGrads(full, groups=groups, main_dtype=precision.main_grads) for full in fulls]
-    pool = GradPool(max(bucket.numel for bucket in layout.buckets), device=device, dtype=precision.grads)
+    memory = GradMemory(layout.open_numel, device=device, dtype=precision.grads)
     shards = torch.zeros(layout.numel // groups.shard.size, dtype=precision.main_grads, device=device)
+    parts = shards.split([bucket.shard_numel for bucket in layout.buckets])
+    places = [slice(start, start + b.numel) for start, b in zip(layout.open_starts, layout.buckets, strict=True)]
     return [
-        TransientGrads(bucket.numel, part, pool=pool, groups=groups)
-        for bucket, part in zip(layout.buckets, shards.split([b.shard_numel for b in layout.buckets]), strict=True)
+        TransientGrads(place, part, memory=memory, groups=groups) for place, part in zip(places, parts, strict=True)
     ]

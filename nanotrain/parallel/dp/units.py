@@ -7,10 +7,12 @@ GatherOrder    which buckets are all-gathered and freed when, by index; the plan
 UnitGather     hooks that carry out a `GatherOrder`
 
     before the forward of unit i     all-gather i, start the next ones, free all others
-    after it                         free i
+    after it                         free i, unless it is the last one, whose backward may be next
     before the backward of unit i    all-gather i, start the previous ones, free all others
     before unit i is run again       all-gather i; keep what the backward that runs it again has gathered
     after the last                   free all
+
+The backward of an embedding reads no parameters, so it is not gathered for it. Final norm and head are one unit.
 
 Only the parameters of the current unit and of those gathered ahead have storage. Weight gradients that are computed
 later (W of a zero-bubble schedule) read no parameters. Without resharding after the forward a unit is kept until the
@@ -28,7 +30,7 @@ Source: Zhao et al. 2023 (PyTorch FSDP), sections 3.2 and 3.3.
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -57,20 +59,36 @@ class GatherOrder:
         num_prefetched: units gathered ahead.
         reshards: free a unit after its forward and gather it again for its backward.
         blocks: for each bucket, the block of memory that it shares with others; empty where each has its own.
+        lookups: units whose backward reads no parameters.
     """
 
     def __init__(
-        self, units: Iterable[Sequence[int]], *, num_prefetched: int, reshards: bool = True, blocks: Sequence[str] = ()
+        self,
+        units: Iterable[Sequence[int]],
+        *,
+        num_prefetched: int,
+        reshards: bool = True,
+        blocks: Sequence[str] = (),
+        lookups: Collection[int] = (),
     ) -> None:
         self.units = [tuple(unit) for unit in units]
+        self._read_backward = [() if index in lookups else unit for index, unit in enumerate(self.units)]
         self._num_next, self._reshards, self._blocks = num_prefetched, reshards, dict(enumerate(blocks))
+        self._kept: tuple[int, ...] = ()  # the last unit, from its forward to the next forward or backward
         self._gathered: dict[int, None] = {}  # in the order in which they were gathered
         self._num_backwards: Counter[int] = Counter()  # by bucket: backwards that are still to read it
         self._last_backward = 0  # the unit whose backward began last
         self._keeps_all = False  # between `gather_all` and `free_all`
 
     @classmethod
-    def of(cls, units: Iterable[Sequence[int]], layout: BufferLayout, *, options: DataParallelOptions) -> Self:
+    def of(
+        cls,
+        units: Iterable[Sequence[int]],
+        layout: BufferLayout,
+        *,
+        options: DataParallelOptions,
+        lookups: Collection[int] = (),
+    ) -> Self:
         """The order of the units of a buffer."""
         blocks = layout.gather_blocks(options.num_gather_blocks).places if options.num_gather_blocks else ()
         return cls(
@@ -78,11 +96,13 @@ class GatherOrder:
             num_prefetched=options.num_prefetched_units,
             reshards=options.reshards_after_forward,
             blocks=[name for name, _ in blocks],
+            lookups=lookups,
         )
 
     def begin_step(self) -> GatherChange:
         """Expect no backward of an earlier step."""
         self._num_backwards.clear()
+        self._kept = ()
         return self.free()
 
     def gather_all(self) -> tuple[int, ...]:
@@ -93,34 +113,39 @@ class GatherOrder:
 
     def free_all(self) -> GatherChange:
         """End what `gather_all` began."""
-        self._keeps_all = False
+        self._keeps_all, self._kept = False, ()
         return self.free()
 
     def free(self, *, but: Collection[int] = ()) -> GatherChange:
         """Free all buckets except `but` and those that still wait for a backward."""
         if self._keeps_all:
             return GatherChange(())
-        freed = tuple(bucket for bucket in self._gathered if bucket not in but and not self._num_backwards[bucket])
+        kept = (*but, *self._kept)
+        freed = tuple(bucket for bucket in self._gathered if bucket not in kept and not self._num_backwards[bucket])
         for bucket in freed:
             del self._gathered[bucket]
         return GatherChange(freed)
 
     def before_forward(self, index: int) -> GatherChange:
         """Gather a unit for its forward."""
+        self._kept = ()
         return self._gather(self._of(range(index, index + 1 + self._num_next)))
 
     def after_forward(self, index: int, *, has_backward: bool) -> GatherChange:
         """Free a unit after its forward, unless a backward is to find it gathered."""
         if has_backward and not self._reshards:
-            self._num_backwards.update(self.units[index])
+            self._num_backwards.update(self._read_backward[index])
+        if has_backward and index == len(self.units) - 1:
+            self._kept = self._read_backward[index]
         return self.free(but=self._of(range(index + 1, index + 1 + self._num_next)))
 
     def before_backward(self, index: int) -> GatherChange:
         """Gather a unit for its backward."""
-        self._last_backward = index
+        self._last_backward, self._kept = index, ()
         if not self._reshards:
-            self._num_backwards.subtract(self.units[index])
-        return self._gather([*self.units[index], *self._of(range(index - self._num_next, index))])
+            self._num_backwards.subtract(self._read_backward[index])
+        before = self._read_backward[max(0, index - self._num_next) : index]
+        return self._gather([bucket for unit in (self._read_backward[index], *before) for bucket in unit])
 
     def before_recomputation(self, index: int) -> GatherChange:
         """Gather a unit that runs again inside a backward."""
@@ -142,40 +167,44 @@ class GatherOrder:
 
 
 @dataclass(frozen=True)
-class UnitModule:
-    """A module and what it reads."""
+class UnitModules:
+    """Modules that run one after another, and what they read."""
 
-    module: nn.Module
-    buckets: tuple[int, ...]  # indices of the buckets that it reads
-    num_complete: int  # when its backward begins, the gradients of the first `num_complete` buckets are complete
+    first: nn.Module
+    last: nn.Module
+    buckets: tuple[int, ...]  # indices of the buckets that they read
+    num_complete: int  # when their backward begins, the gradients of the first `num_complete` buckets are complete
+    is_lookup: bool = False  # the backward reads no parameters
 
 
-def child_units(module: nn.Module, layout: BufferLayout) -> list[UnitModule]:
-    """The children of a stage, which run in registration order."""
+def child_units(module: nn.Module, layout: BufferLayout) -> list[UnitModules]:
+    """The children of a stage, which run in registration order; successive ones with the same unit are one."""
     # A module without parameters (the head of a tied model) reads the parameters that units share.
     shared = [i for i, bucket in enumerate(layout.buckets) if bucket.is_shared]
-    units = []
+    units: dict[str, UnitModules] = {}
     for name, child in unit_modules(module):
         own = [local.spec for local in layout.params if local.spec.name.startswith(f"{name}.")]
         if own and all(spec.is_last_stage_replica for spec in own):
             continue  # only the head and multi-token prediction read it
-        names = {spec.unit for spec in own}
-        indices = [i for i, bucket in enumerate(layout.buckets) if bucket.units & names]
-        first = indices[0] if own else 0
+        unit = own[0].unit if own else name
+        indices = [i for i, bucket in enumerate(layout.buckets) if unit in bucket.units]
+        start = indices[0] if own else 0
         if not own or getattr(child, "reads_shared", False):
-            indices += shared
+            indices += [i for i in shared if i not in indices]
         if indices:
-            units.append(UnitModule(child, tuple(indices), first))
-    return units
+            begun = units.get(unit) or UnitModules(child, child, (), start, getattr(child, "is_lookup", False))
+            units[unit] = replace(begun, last=child, buckets=tuple(indices))
+    return list(units.values())
 
 
-def given_units(units: Sequence[tuple[nn.Module, Collection[str]]], layout: BufferLayout) -> list[UnitModule]:
+def given_units(units: Sequence[tuple[nn.Module, Collection[str]]], layout: BufferLayout) -> list[UnitModules]:
     """Modules in forward order with the names of the parameters that each reads.
 
     The order of their backwards is unknown, so no gradient counts as complete before the backward ends.
     """
     return [
-        UnitModule(
+        UnitModules(
+            module,
             module,
             tuple(i for i, bucket in enumerate(layout.buckets) if any(entry.name in names for entry in bucket.params)),
             num_complete=0,
@@ -220,16 +249,16 @@ class UnitGather:
     """Hooks of the units of one module, which run one after another.
 
     Args:
-        modules: modules in forward order.
+        units: units in forward order.
         stores: parameter stores of all buckets.
-        order: order of the buckets that these modules read.
+        order: order of the buckets that these units read.
         before_backward: called with the index of a unit when the backward of all later units is complete.
         is_recomputing: whether a forward pass is one that a backward runs again.
     """
 
     def __init__(
         self,
-        modules: Sequence[nn.Module],
+        units: Sequence[UnitModules],
         stores: Sequence[ParamStore],
         *,
         order: GatherOrder,
@@ -238,9 +267,9 @@ class UnitGather:
     ) -> None:
         self._stores, self._order = stores, order
         self._notify, self._is_recomputing = before_backward, is_recomputing
-        for index, module in enumerate(modules):
-            module.register_forward_pre_hook(partial(self._before_forward, index))
-            module.register_forward_hook(partial(self._after_forward, index))
+        for index, unit in enumerate(units):
+            unit.first.register_forward_pre_hook(partial(self._before_forward, index))
+            unit.last.register_forward_hook(partial(self._after_forward, index))
 
     def begin_step(self) -> None:
         """Expect no backward of an earlier step."""

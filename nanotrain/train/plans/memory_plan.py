@@ -18,7 +18,7 @@ from nanotrain.config.rules.check import check_layout
 from nanotrain.config.schedules import num_microbatches, with_batch_size
 from nanotrain.config.schema import with_values
 from nanotrain.errors import ConfigError, NanotrainError
-from nanotrain.parallel.dp.options import MAX_FULL_BUCKETS
+from nanotrain.parallel.dp.units import traced_units
 from nanotrain.parallel.pp.actions import ActionKind, PipelineShape, Schedule
 from nanotrain.parallel.pp.executor import MAX_SENDS
 from nanotrain.parallel.pp.schedules import build_schedule
@@ -119,7 +119,7 @@ def plan_memory(
         in_flight=peak.in_flight,
         recompute=" ".join([granularity, *config.memory.recomputed_modules]) if granularity else "",
         working=PROCESS_BYTES[device] + staged + peak.working + 3 * INT64 * kept.tokens * count,
-        communication=messages + resident.grad_buckets + resident.units + _open_in_graphs(plan, device),
+        communication=messages + resident.grad_buckets + resident.units + _returned_by_graphs(plan, device),
         unplanned="the records of --profile" if config.train.profile else "",
     )
 
@@ -168,19 +168,20 @@ def require_memory(config: Config, world_size: int, *, device: str, available: i
     )
 
 
-def _open_in_graphs(plan: Plan, device: str) -> int:
-    """Full-size buckets beyond those of `grad_buckets`: the hooks of a compiled block run after its whole backward.
-
-    A block whose parameters lie in three buckets then writes to all of them before the first is complete.
-    """
-    is_compiled = with_compile(plan.config, device).train.torch_compile
-    if not (is_compiled and plan.data_parallel.strategy.shard_grads):
+def _returned_by_graphs(plan: Plan, device: str) -> int:
+    """Gradients of the largest compiled block that its graph returns to hooks, which run after its whole backward."""
+    if not with_compile(plan.config, device).train.torch_compile:
         return 0
-    size, num_bytes = Precision.of(plan.config.precision).grads.itemsize, 0
+    options, num_bytes = plan.data_parallel, 0
     for buffer in plan.buffers:
-        buckets = buffer.layout.buckets
-        num_open = max(Counter(unit for bucket in buckets for unit in bucket.units).values())
-        num_bytes += max(0, num_open - MAX_FULL_BUCKETS) * max(bucket.numel for bucket in buckets) * size
+        layout, num_blocks = buffer.layout, options.num_gather_blocks
+        traced = traced_units(layout, is_transient=options.strategy.shard_grads, num_blocks=num_blocks)
+        returned: Counter[str] = Counter()
+        for spec, numel in ((param.spec, param.box.numel) for param in layout.params):
+            returned[spec.unit] += numel * (
+                spec.unit.startswith("layers.") and not spec.is_expert and spec.unit not in traced
+            )
+        num_bytes += max(returned.values()) * Precision.of(plan.config.precision).params.itemsize
     return num_bytes
 
 

@@ -28,7 +28,7 @@ from nanotrain.optim.rule import UpdateRule
 from nanotrain.optim.state import ShardPart, host_fraction, split_shard, state_bytes
 from nanotrain.parallel.cp import CORE_ATTENTIONS
 from nanotrain.parallel.dp.layout import BufferLayout, plan_layout
-from nanotrain.parallel.dp.options import MAX_FULL_BUCKETS, DataParallelOptions, layout_rules
+from nanotrain.parallel.dp.options import DataParallelOptions, layout_rules
 from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule, forward_only
 from nanotrain.parallel.pp.transfers import RankPlan, plan_rank
@@ -120,13 +120,17 @@ class Plan:
             return sum(layout.gather_blocks(self.data_parallel.num_gather_blocks).numel.values())
         if not self.config.parallel.reshard_after_forward:
             return layout.numel
-        # if a group of layers is recomputed, one of them is gathered beside the layer whose backward waits
-        recomputes_groups = (self.config.memory.recompute_num_layers or 1) > 1
         numel = layout.numel_of_units
         # multi-token prediction reads embedding and head beside its own unit
         shared = [numel.pop(min(b.units)) for b in layout.buckets if b.is_shared] if self.shape.num_mtp_layers else []
-        num_ahead = max(self.data_parallel.num_prefetched_units, recomputes_groups)
-        return sum(shared) + sum(sorted(numel.values())[-1 - num_ahead :])
+        if not shared and self.shape.is_tied and "head" in numel:  # the final norm, beside the embedding
+            numel["head"] += numel.get("embedding", 0)
+        num_units, sizes = 1 + self.data_parallel.num_prefetched_units, list(numel.values())
+        together = max(sum(sizes[first : first + num_units]) for first in range(len(sizes)))
+        # if a group of layers is recomputed, one of them is gathered beside the layer whose backward waits
+        if (self.config.memory.recompute_num_layers or 1) > 1:
+            together = sum(sorted(sizes)[-max(2, num_units) :])
+        return sum(shared) + together
 
     @property
     def rule(self) -> UpdateRule:
@@ -181,18 +185,17 @@ class Plan:
             num_updated = layout.numel // num_shards // layout.num_outer_shards
             params += num_updated * precision.params.itemsize * buffer.is_fp8  # what the optimizer writes
             optimizer += state_bytes(self.parts_of(buffer), self.rule, config=self.config.optim, precision=precision)
-            num_buckets = min(len(layout.buckets), MAX_FULL_BUCKETS)
-            largest = max(bucket.numel for bucket in layout.buckets)
+            opened = layout.open_numel * grad_size
             if strategy.shard_grads:
                 grads += layout.numel // num_shards * main_grad_size
-                buckets += num_buckets * largest * grad_size
+                buckets += opened
                 if precision.main_grads != precision.grads and buffer.replicate.size > 1:
-                    buckets += num_buckets * largest // num_shards * grad_size  # the shard in the reduced dtype
+                    buckets += opened // num_shards  # the shard in the reduced dtype
             else:
                 grads += layout.numel * grad_size
                 grads += num_updated * main_grad_size if precision.main_grads != precision.grads else 0
             if self.data_parallel.by_all_to_all:
-                buckets += num_buckets * largest * grad_size  # received
+                buckets += opened  # received
         return ResidentBytes(params, units, grads, buckets, optimizer)
 
 
@@ -317,7 +320,8 @@ def _plan_buffers(
             param for param in params if param.spec.is_expert == is_expert and (param.spec.name in fp8_names) == is_fp8
         ]
         num_outer_shards = replicate.size if is_outer_sharded else 1
-        rules = layout_rules(parallel, num_shards=shard.size, num_outer_shards=num_outer_shards)
+        sizes = {"num_shards": shard.size, "num_outer_shards": num_outer_shards}
+        rules = layout_rules(parallel, **sizes, is_expert=is_expert)
         if chosen:
             yield BufferPlan(shard, replicate, plan_layout(chosen, rules), is_fp8)
 

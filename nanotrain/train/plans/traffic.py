@@ -248,10 +248,11 @@ def bucket_gathers(plan: Plan, stage: StagePlan, *, layout: BufferLayout) -> lis
     if plan.config.memory.recompute_granularity == "full":
         groups = recomputed_groups(plan.config, len(stage.spec.layers))
     units = stage_units(stage, layout)
+    lookups = range(bool(first and units[0]))  # the embedding, where it is in this buffer
     counts = step_gathers(
         (step.kind for step in steps if isinstance(step, Action) and step.stage == stage.spec.index),
         units,
-        order=GatherOrder.of(filter(None, units), layout, options=options),
+        order=GatherOrder.of(filter(None, units), layout, options=options, lookups=lookups),
         groups=[range(group.start + first, group.stop + first) for group in groups],
     )
     return [counts[index] for index in range(len(layout.buckets))]
@@ -262,11 +263,11 @@ def stage_units(stage: StagePlan, layout: BufferLayout) -> list[tuple[int, ...]]
     spec = stage.spec
     mtp = [f"mtp.{depth}" for depth in range(len(stage.mtp_layers))]
     names = [f"layers.{layer}" for layer in spec.layers]
-    names = ["embedding"] * spec.has_embedding + names + ["final_norm", "head"] * spec.has_head + mtp
+    names = ["embedding"] * spec.has_embedding + names + ["head"] * spec.has_head + mtp
     by_name = {name: tuple(i for i, bucket in enumerate(layout.buckets) if name in bucket.units) for name in names}
     shared = tuple(i for i, bucket in enumerate(layout.buckets) if bucket.is_shared)
-    if spec.has_head:
-        by_name["head"] = by_name["head"] or shared
+    if spec.has_head and all(param.spec.name != "head.weight" for param in stage.params):
+        by_name["head"] += shared
     by_name |= {name: by_name[name] + shared for name in mtp}
     return [by_name[name] for name in names]
 

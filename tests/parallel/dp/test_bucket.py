@@ -14,7 +14,7 @@ from nanotrain.parallel.dp import bucket as bucket_module
 from nanotrain.parallel.dp.bucket import Bucket, Reduction
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups
-from nanotrain.parallel.dp.stores import GradPool, GradStore, ParamStore, ResidentGrads, TransientGrads, shard_of
+from nanotrain.parallel.dp.stores import GradMemory, GradStore, ParamStore, ResidentGrads, TransientGrads, shard_of
 from tests.harness import ranks, run_ranks
 from tests.parallel.dp.toys import Toy, local_params
 
@@ -35,10 +35,10 @@ def resident() -> Bucket:
 
 
 def transient() -> Bucket:
-    pool = GradPool(LAYOUT.numel + 128, device=torch.device("cpu"), dtype=torch.float32)
-    pool.release(pool.acquire().fill_(GARBAGE))  # what another bucket left there
+    memory = GradMemory(LAYOUT.numel + 128, device=torch.device("cpu"), dtype=torch.float32)
+    memory.tensor.fill_(GARBAGE)  # what another bucket left there
     shard = torch.full((LAYOUT.shard_numel,), GARBAGE)
-    return bucket_with(TransientGrads(LAYOUT.numel, shard, pool=pool, groups=GROUPS))
+    return bucket_with(TransientGrads(slice(64, 64 + LAYOUT.numel), shard, memory=memory, groups=GROUPS))
 
 
 def fill(bucket: Bucket, value: float, *, names: list[str] = NAMES) -> None:
@@ -133,17 +133,17 @@ def late_groups(monkeypatch) -> ReduceGroups:
 
 def test_a_reduction_in_flight_keeps_its_storage_and_ends_with_the_values_it_began_with(monkeypatch):
     groups = late_groups(monkeypatch)
-    pool = GradPool(LAYOUT.numel, device=torch.device("cpu"), dtype=torch.float32)
+    memory = GradMemory(LAYOUT.numel, device=torch.device("cpu"), dtype=torch.float32)
     half = LAYOUT.numel // 2
-    grads = TransientGrads(LAYOUT.numel, torch.zeros(half), pool=pool, groups=groups)
+    grads = TransientGrads(slice(LAYOUT.numel), torch.zeros(half), memory=memory, groups=groups)
     params = ParamStore(torch.zeros(LAYOUT.numel), groups=groups)
     bucket = Bucket(LAYOUT, params=params, grads=grads, reduction=Reduction(groups, options_of()))
     bucket.begin_step()
     fill(bucket, 4.0)
     bucket.start_reduce(is_last=True)
-    assert bucket.is_in_flight and grads.holds_pooled
+    assert bucket.is_in_flight and grads.is_open
     bucket.finish_reduce()
-    assert not bucket.is_in_flight and not grads.holds_pooled
+    assert not bucket.is_in_flight and not grads.is_open
     assert torch.equal(bucket.grads.shard, shard_with(dict.fromkeys(NAMES, 4.0))[:half])
 
 

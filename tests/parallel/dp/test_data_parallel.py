@@ -233,8 +233,8 @@ def peak_of(ctx, strategy: str, *, overlap: bool, shapes: list[tuple[int, ...]])
         backward(parallel, stage(1.0), is_last=is_last)
     parallel.finish_grad_reduce()
     if strategy == "optim_grads":
-        (pool,) = {bucket.grads._pool for bucket in parallel.buckets if isinstance(bucket.grads, TransientGrads)}
-        assert pool.num_allocated <= 2
+        (memory,) = {bucket.grads._memory for bucket in parallel.buckets if isinstance(bucket.grads, TransientGrads)}
+        assert memory.tensor.numel() == 2 * parallel.buckets[0].layout.numel
     return max(peaks)
 
 

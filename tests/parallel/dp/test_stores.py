@@ -5,7 +5,7 @@ import torch
 from nanotrain.comm.group import Group
 from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups
 from nanotrain.parallel.dp.stores import (
-    GradPool,
+    GradMemory,
     ParamStore,
     ResidentGrads,
     TransientGrads,
@@ -19,31 +19,30 @@ from tests.parallel.dp.toys import NUM_BUCKETS, Toy, layout_of
 
 SINGLE = ReduceGroups(Group.single_rank("dp_shard"), Group.single_rank("dp_replicate"))
 NUMEL = 192
+CPU = torch.device("cpu")
 
 
-def pool_of(numel: int = NUMEL) -> GradPool:
-    return GradPool(numel, device=torch.device("cpu"), dtype=torch.float32)
+def memory_of(numel: int = NUMEL) -> GradMemory:
+    return GradMemory(numel, device=CPU, dtype=torch.float32)
 
 
-def test_full_size_storage_is_held_from_the_first_write_to_the_reduction_and_used_again():
-    pool = pool_of(NUMEL + 64)
-    first, second = (TransientGrads(NUMEL, torch.zeros(NUMEL), pool=pool, groups=SINGLE) for _ in range(2))
-    # When two stores alternate,
+def test_full_size_memory_is_borrowed_from_the_first_write_to_the_reduction_and_used_again():
+    memory, shards = memory_of(NUMEL + 64), torch.zeros(3, NUMEL)
+    places = (slice(0, NUMEL), slice(NUMEL, NUMEL + 64), slice(64, 64 + NUMEL))
+    first, second, third = (
+        TransientGrads(place, shard[: place.stop - place.start], memory=memory, groups=SINGLE)
+        for place, shard in zip(places, shards, strict=True)
+    )
     for store in (first, second, first):
-        assert not store.holds_pooled
-        assert store.full().numel() == NUMEL  # the pool's storage is as large as the largest bucket
-        assert store.holds_pooled
+        assert not store.is_open
+        assert store.full().data_ptr() == memory.tensor[store._place].data_ptr() and store.is_open
         store.finish_inside(is_first=True)
-        assert not store.holds_pooled
-    # then one storage was enough; both at once need two.
-    assert pool.num_allocated == 1
-    first.full()
-    second.full()
-    assert pool.num_allocated == 2
+        assert not store.is_open
+    assert first.overlaps(first) and first.overlaps(third) and third.overlaps(second) and not first.overlaps(second)
 
 
 def test_a_transient_store_overwrites_the_last_step_and_accumulates_within_one():
-    store = TransientGrads(NUMEL, torch.full((NUMEL,), 1e30), pool=pool_of(), groups=SINGLE)
+    store = TransientGrads(slice(NUMEL), torch.full((NUMEL,), 1e30), memory=memory_of(), groups=SINGLE)
     for step in (1.0, 5.0):
         for microbatch in range(3):
             store.full().fill_(step)
@@ -57,7 +56,7 @@ def test_a_resident_shard_is_a_view_of_the_full_gradients(ctx):
     full = torch.arange(NUMEL, dtype=torch.float32)
     store = ResidentGrads(full, groups=groups)
     assert torch.equal(store.shard, full[64 * ctx.rank : 64 * (ctx.rank + 1)])
-    assert store.full() is full and not store.holds_pooled
+    assert store.full() is full and store.is_open
     store.finish_inside(is_first=True)
     assert shard_of(full, groups.shard).data_ptr() == store.shard.data_ptr()
 
@@ -76,7 +75,6 @@ def test_resident_params_are_complete_after_the_wait(ctx):
 
 
 GROUPS = ReduceGroups(Group.single_rank("dp_shard"), Group.single_rank("dp_replicate"))
-CPU = torch.device("cpu")
 
 
 def test_parameter_stores_share_the_buffer_unless_they_are_sharded():
@@ -102,4 +100,4 @@ def test_gradient_stores_have_their_storage_or_borrow_it():
         assert all(isinstance(store, kind) for store in stores)
         assert [full.numel() for full in fulls] == [bucket.numel for bucket in layout.buckets]
         assert {full.dtype for full in fulls} == {precision.grads} == {torch.float32}
-        assert len({full.untyped_storage().data_ptr() for full in fulls}) == (NUM_BUCKETS if is_transient else 1)
+        assert len({full.untyped_storage().data_ptr() for full in fulls}) == 1

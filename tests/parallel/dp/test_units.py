@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.model.context import BatchContext
+from nanotrain.model.transformer import build_stage
 from nanotrain.parallel.dp import bucket as bucket_module
 from nanotrain.parallel.dp import stores
 from nanotrain.parallel.dp.data_parallel import DataParallel, gathered
@@ -21,11 +22,12 @@ from nanotrain.parallel.dp.units import GatherChange, GatherOrder, child_units, 
 from nanotrain.parallel.pp.executor import run_forward
 from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.params import Constant, LocalParam, ParamSpec
-from nanotrain.train.plans.traffic import sent_bytes
+from nanotrain.train.plans.plan import plan_run
+from nanotrain.train.plans.traffic import sent_bytes, stage_units
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
 from tests.harness import ranks, run_ranks
-from tests.laws.worlds import Case, build_here, train_cases, train_here
+from tests.laws.worlds import Case, build_here, config_of, train_cases, train_here
 from tests.parallel.dp.toys import backward, groups_of, local_params
 
 
@@ -52,10 +54,23 @@ def test_the_buckets_after_a_unit_are_complete_when_its_backward_begins():
     stage.a, stage.b, stage.silent = nn.Linear(1, 1), nn.Linear(1, 1), nn.Identity()
     units = child_units(stage, layout_of("a.weight", "b.weight"))
     # Buckets are in reverse order of registration.
-    assert [(unit.module, unit.buckets, unit.num_complete) for unit in units] == [
-        (stage.a, (1,), 1),
-        (stage.b, (0,), 0),
+    assert [(unit.first, unit.last, unit.buckets, unit.num_complete) for unit in units] == [
+        (stage.a, stage.a, (1,), 1),
+        (stage.b, stage.b, (0,), 0),
     ]
+
+
+def test_final_norm_and_head_are_one_unit_and_the_backward_of_an_embedding_reads_nothing():
+    """Of an untied model, and of a tied one, whose head reads the bucket of the embedding."""
+    for is_untied, head in ((True, (0,)), (False, (0, 3))):
+        case = case_of(untie_embeddings_and_output_weights=is_untied)
+        plan = plan_run(config_of(case.but(parallel={"ddp_bucket_size": None})), 2, rank=0)
+        stage, layout = build_stage(plan.config.model), plan.buffers[0].layout
+        units = child_units(stage, layout)
+        assert [unit.first for unit in units] == [stage.embedding, *stage.layers.values(), stage.final_norm]
+        assert [unit.last for unit in units] == [stage.embedding, *stage.layers.values(), stage.head]
+        assert [unit.buckets for unit in units] == [(3,), (2,), (1,), head] == stage_units(plan.stages[0], layout)
+        assert [unit.is_lookup for unit in units] == [True, False, False, False]
 
 
 def test_of_given_units_nothing_is_known_to_be_complete():
@@ -319,8 +334,8 @@ def test_collectives_start_in_one_order_where_gradients_are_missing_on_one_rank(
         x = layer(x, with_bias=ctx.rank == 0)
     backward(parallel, x.sum())
     parallel.finish_grad_reduce()
-    # forward gathers 0 to 3; backward gathers 3 to 0, and reduces a layer before the one after the next is gathered
-    assert [entry.split()[0] for entry in started] == [*["gather"] * 6, *["reduce", "gather"] * 2, *["reduce"] * 2]
+    # forward gathers 0 to 3; backward gathers 2 to 0, and reduces a layer before the one after the next is gathered
+    assert [entry.split()[0] for entry in started] == [*["gather"] * 5, *["reduce", "gather"] * 2, *["reduce"] * 2]
 
 
 UNITS = [(3,), (2,), (1,), (0,)]
@@ -343,9 +358,9 @@ def backward_all(order: GatherOrder) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("ahead", "of_forward", "of_backward"),
     [
-        (0, [(3,), (2,), (1,), (0,)], [(0,), (1,), (2,), (3,)]),
-        (1, [(3, 2), (1,), (0,), ()], [(0, 1), (2,), (3,), ()]),
-        (2, [(3, 2, 1), (0,), (), ()], [(0, 2, 1), (3,), (), ()]),
+        (0, [(3,), (2,), (1,), (0,)], [(), (1,), (2,), (3,)]),
+        (1, [(3, 2), (1,), (0,), ()], [(1,), (2,), (3,), ()]),
+        (2, [(3, 2, 1), (0,), (), ()], [(2, 1), (3,), (), ()]),
     ],
 )
 def test_a_unit_is_gathered_before_it_runs_and_those_ahead_start_after_it(
@@ -355,6 +370,20 @@ def test_a_unit_is_gathered_before_it_runs_and_those_ahead_start_after_it(
     assert forward_all(order) == of_forward and order.free() == GatherChange(())
     assert backward_all(order) == of_backward
     assert order.free().freed
+
+
+def test_the_last_unit_is_kept_for_a_backward_that_is_next_and_a_lookup_is_not_gathered_for_its_own() -> None:
+    order = GatherOrder(UNITS, num_prefetched=0, lookups=[0])
+    forward_all(order)
+    assert order.free() == GatherChange(()), "the backward begins"
+    assert backward_all(order) == [(), (1,), (2,), ()]
+    forward_all(order)
+    assert order.before_forward(0) == GatherChange(freed=(0,), started=(3,)), "another forward is next"
+    forward_all(order)
+    assert order.begin_step().freed == (0,)
+    assert (
+        not GatherOrder(UNITS, num_prefetched=1, reshards=False, lookups=[0]).after_forward(0, has_backward=True).freed
+    )
 
 
 def test_without_resharding_a_unit_is_kept_until_its_last_backward() -> None:

@@ -241,7 +241,7 @@ def check_buffers(run: Run) -> None:
     """Ranges of parameters in the flat buffers, and the bytes behind them."""
     wrappers, planned = run.data_parallel, run.plan.resident_bytes
     parameters = {name: p for stage in run.stages.values() for name, p in stage.named_parameters()}
-    params, grads, pool = 0, 0, 0
+    params, grads, opened = 0, 0, 0
     for dp, buffer in zip(wrappers, run.plan.buffers, strict=True):
         start = dp.param_buffer.data_ptr()
         for bucket in buffer.layout.buckets:
@@ -250,12 +250,12 @@ def check_buffers(run: Run) -> None:
                 assert (offset, offset + parameters[param.name].numel()) == (param.start, param.stop)
         params += dp.param_buffer.nbytes
         grads += sum(nbytes(bucket.grads.shard for bucket in dp.buckets).values())
-        pools = {id(bucket.grads.pool): bucket.grads.pool for bucket in dp.buckets if hasattr(bucket.grads, "pool")}
-        pool += sum(pool.num_allocated * 4 * max(b.numel for b in buffer.layout.buckets) for pool in pools.values())
+        memories = {each.grads._memory for each in dp.buckets if hasattr(each.grads, "_memory")}
+        opened += sum(memory.tensor.nbytes for memory in memories)
     of_params = nbytes(dp.param_buffer for dp in wrappers)
     state = {key: size for key, size in nbytes(run.optimizer.state_tensors().values()).items() if key not in of_params}
     assert (params, grads, sum(state.values())) == (planned.params, planned.grads, planned.optimizer)
-    assert pool <= planned.grad_buckets
+    assert opened == planned.grad_buckets
 
 
 def nbytes(tensors) -> dict[int, int]:
