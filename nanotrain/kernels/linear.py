@@ -91,6 +91,8 @@ class GradView:
     # gradient to autograd
     start_write: Callable[[], tuple[Tensor, bool] | None]
     mark_ready: Callable[[], None]  # all gradients of a backward are written, and autograd runs no hook
+    # the same in the forward pass of a step, for a use whose gradient is complete there
+    start_write_ahead: Callable[[], tuple[Tensor, bool] | None] = lambda: None
     # the same, with the view in every backward of the wrapper; None: graphs return the gradient to autograd
     start_write_in_graph: Callable[[], tuple[Tensor, bool] | None] | None = None
 

@@ -125,6 +125,8 @@ class BatchContext:
     # factor of one sequence's auxiliary losses in the differentiated loss; loss scale / sequences of the global batch
     # gives their mean over sequences. A tensor where the loss scale is dynamic
     aux_loss_scale: float | Tensor = 0.0
+    # factor of the summed loss that is differentiated, where a backward follows; a tensor as `aux_loss_scale`
+    loss_scale: float | Tensor | None = None
     dropout_seed: int | None = None  # None: nothing is dropped, as in evaluation
     # factors of the summed losses of the layers of multi-token prediction, relative to the summed loss of the model;
     # empty in evaluation, which leaves those layers out

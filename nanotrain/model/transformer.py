@@ -162,12 +162,17 @@ class Head(nn.Module):
         self.source_sums: Tensor | None = None
         self.row_sums: Tensor | None = None
 
-    def forward(self, hidden: Tensor, batch: Batch, *, tied: nn.Parameter | None) -> Tensor:
-        """The summed cross-entropy: [B, S or S/tp, H] -> fp32 scalar, the same on every tp rank."""
+    def forward(
+        self, hidden: Tensor, batch: Batch, *, tied: nn.Parameter | None, grad_scale: float | Tensor | None = None
+    ) -> Tensor:
+        """The summed cross-entropy: [B, S or S/tp, H] -> fp32 scalar, the same on every tp rank.
+
+        Its gradient is `grad_scale` where that is known.
+        """
         return vocab_parallel_cross_entropy(
             rearrange(self.tensor_parallel.enter(hidden), "b s h -> (b s) h"),
             self._weight(tied),
-            targets=Targets(batch.labels.flatten(), batch.loss_mask.flatten(), self._groups(batch)),
+            targets=Targets(batch.labels.flatten(), batch.loss_mask.flatten(), self._groups(batch), grad_scale),
             vocabulary=self.vocabulary,
             group=self.tensor_parallel.group,
         )
@@ -260,7 +265,7 @@ class Stage(nn.Module):
         hidden, layer_context = self._transform(hidden, context)
         if self.head is None:
             return hidden
-        loss: Tensor = self.head(hidden, context.batch, tied=self._tied_weight())
+        loss: Tensor = self.head(hidden, context.batch, tied=self._tied_weight(), grad_scale=context.loss_scale)
         return self._predict_further(hidden, context, layer_context=layer_context, loss=loss)
 
     def logits(self, tokens: Tensor, *, last_only: bool = False, position_ids: Tensor | None = None) -> Tensor:
@@ -291,7 +296,9 @@ class Stage(nn.Module):
         for layer, batch, scale in zip(self.mtp_layers, context.batch.mtp, scales, strict=False):
             assert self.embedding is not None and self.head is not None, "multi-token prediction reads both"
             # `forward`, not a call: their FSDP hooks must not run, the unit of this layer gathers their parameters
-            embed, sum_losses = self.embedding.forward, partial(self.head.forward, tied=self._tied_weight())
+            grad_scale = None if context.loss_scale is None else context.loss_scale * scale
+            sum_losses = partial(self.head.forward, tied=self._tied_weight(), grad_scale=grad_scale)
+            embed = self.embedding.forward
             hidden, further = layer(hidden, batch, context=layer_context, embed=embed, sum_losses=sum_losses)
             scaled = scale * further
             loss = loss + (scaled - scaled.detach())  # not `attach_loss`: the step scales both by one gradient

@@ -111,7 +111,7 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
             every rank; the statistics of the step are not reset, as the run ends.
     """
     settings, scale = batch.settings, run.loss_scale / max(batch.num_target_tokens, 1)
-    schedule, microbatches = run.schedules.of(len(batch.microbatches)), contexts(run, batch)
+    schedule, microbatches = run.schedules.of(len(batch.microbatches)), contexts(run, batch, loss_scale=scale)
     pipeline = replace(run.pipeline, hidden_shape=settings.hidden_shape)
     with reduced_grads(run):
         loss_sum = run_schedule(schedule, run.runnable, microbatches=microbatches, grad_scale=scale, pipeline=pipeline)
@@ -141,13 +141,11 @@ def reduced_grads(run: Run) -> Iterator[None]:
     run.context.heartbeat.begin("optimizer")
 
 
-def contexts(run: Run, batch: GlobalBatch) -> list[BatchContext]:
+def contexts(run: Run, batch: GlobalBatch, *, loss_scale: float | Tensor) -> list[BatchContext]:
     """The microbatches of the next step with loss scales, dropout seed and the fields of the parts."""
     cp, fields, seed = run.context.groups["cp"], run.parts.context(batch), batch.settings.dropout_seed
-    scale = run.loss_scale / batch.settings.num_sequences
-    return [
-        BatchContext.of(part, cp=cp, aux_loss_scale=scale, dropout_seed=seed, **fields) for part in batch.microbatches
-    ]
+    fields |= {"aux_loss_scale": run.loss_scale / batch.settings.num_sequences, "loss_scale": loss_scale}
+    return [BatchContext.of(part, cp=cp, dropout_seed=seed, **fields) for part in batch.microbatches]
 
 
 def sums_of(run: Run, loss_sum: Tensor, *, is_logged: bool) -> Tensor:

@@ -62,7 +62,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path, request) -> set[str]:
 def test_every_kernel_compiles(compiled: set[str], dtype: torch.dtype) -> None:
     logits, column = torch.randn(5, 1000).to(dtype), torch.zeros(5, 1, dtype=torch.int64)
     lse = triton_softmax.row_logsumexp(logits)
-    triton_softmax.softmax_gradient_(logits, logsumexp=lse, column=column, is_local=torch.ones(5, 1))
+    ones = torch.ones(5, 1)
+    triton_softmax.softmax_gradient_(logits, logsumexp=lse, column=column, is_local=ones, scale=ones)
     plan, rows = plan_permutation(torch.tensor([[0, 1], [1, 2]]), 3), torch.randn(4, 1000).to(dtype)
     triton_permute.spread(rows[:2], plan.order, inverse=plan.inverse)
     triton_permute.combine(rows, plan.inverse, weights=None)

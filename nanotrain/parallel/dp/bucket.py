@@ -81,6 +81,7 @@ class Bucket:
         }
         self._gaps = _gaps(layout)
         self._written: set[str] = set()
+        self._ahead: set[str] = set()  # parameters whose gradient a forward pass has written
         self._early: dict[str, Tensor] = {}  # gradients that are kept until the bucket has memory
         self._missing: set[str] = set()
         self._inside: Work[Tensor] | None = None
@@ -104,12 +105,13 @@ class Bucket:
     def begin_step(self) -> None:
         """Discard the gradients of the last step."""
         self._written.clear()
+        self._ahead.clear()
         self._early.clear()
         self._is_first = True
 
     def begin_backward(self) -> None:
-        """Expect the gradient of every parameter."""
-        self._missing = set(self._ranges)
+        """Expect the gradient of every parameter, except those that are written already."""
+        self._missing = self._ranges.keys() - self._ahead
 
     def add_grad(self, name: str, grad: Tensor) -> None:
         """Add one parameter's gradient of one microbatch."""
@@ -129,6 +131,10 @@ class Bucket:
         else:
             target.copy_(grad)
             self._written.add(name)
+
+    def expect_ahead(self, name: str) -> None:
+        """Expect the gradient of one parameter in the forward passes of this step, and in no backward."""
+        self._ahead.add(name)
 
     def start_write(self, name: str) -> tuple[Tensor, bool]:
         """The gradient elements of one parameter, and whether to add to them because this step has written them."""

@@ -253,6 +253,17 @@ class DataParallel:
         view, has_grads = bucket.start_write(name)
         return view.view(shape), has_grads
 
+    def _start_write_ahead(self, name: str) -> tuple[Tensor, bool] | None:
+        """`GradView.start_write_ahead` of a parameter; of transient stores only the first one of a backward borrows."""
+        bucket = self._bucket_of[name]
+        if self.options.strategy.shard_grads and bucket is not self.buckets[0]:
+            return None
+        self._prepare_write(bucket)
+        if not self.params[name].spec.is_shared:
+            bucket.expect_ahead(name)
+        view, has_grads = bucket.start_write(name)
+        return view.view(self._views[name][1].shape), has_grads
+
     def _may_open(self, bucket: Bucket) -> bool:
         """Whether a bucket has memory, or may borrow some: a later one would take that of one that is still to come."""
         first = self._num_started
@@ -310,7 +321,8 @@ class DataParallel:
                 if writes_wgrads and not (is_transient and local.spec.is_shared):
                     start, ready = partial(self._start_write, name), partial(take, param)
                     in_graph = partial(start, in_graph=True) if local.spec.unit in traced else None
-                    attach(GradView(self._grad_dtype, start, ready, in_graph), param)
+                    ahead = partial(self._start_write_ahead, name)
+                    attach(GradView(self._grad_dtype, start, ready, ahead, in_graph), param)
             bucket.params.free()
         if (amax_groups := self.options.fp8_amax_groups) is not None:
             self.fp8_weights = Fp8Weights(module, self.buckets, groups=self.groups, amax_groups=amax_groups)

@@ -2,8 +2,12 @@
 
 The logits of all tokens would be the largest activation of a training step (vocabulary x tokens, in fp32). They are
 computed for one chunk of tokens at a time and not saved: the forward also computes the gradients of the chunk, and the
-backward only scales them. Logits are not gathered: each rank normalizes over its shard of the vocabulary, and an
-all-gather of one number per token combines the shards:
+backward only scales them. Where the gradient of the loss is known in the forward (`Targets.grad_scale`) there is
+nothing to scale: the gradients of the logits are, and their products with the hidden states are added to the gradient
+buffer of the weight, without another [V, H] matrix. Not in fp16, which would lose small ones.
+
+Logits are not gathered: each rank normalizes over its shard of the vocabulary, and an all-gather of one number per
+token combines the shards:
 
     rank 0   log-sum-exp over tokens 0..49    a0 --+-- all-gather --> global log-sum-exp = log(e^a0 + e^a1)
     rank 1   log-sum-exp over tokens 50..99   a1 --+
@@ -29,11 +33,11 @@ from nanotrain.comm.autograd import eager
 from nanotrain.comm.collectives import start_all_gather, start_all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.kernels.compiler import runs_triton
-from nanotrain.kernels.linear import dgrad, grad_view_of, wgrad
+from nanotrain.kernels.linear import dgrad, grad_view_of, wgrad, write_wgrad
 
 # Logits per chunk. On the CPU they stay in the cache (measured at V = 8192, H = 384, one core, against one chunk:
 # fp32 400 -> 314 ms, bf16 238 -> 132 ms); a GPU is faster with fewer and larger matrix products.
-CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
+CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**28}
 # With smaller chunks the sum over chunks of [V, H] weight gradients would cost more than the logits save.
 MIN_CHUNK_TOKENS = 256
 
@@ -74,6 +78,7 @@ class Targets:
     labels: Tensor  # [T] int64 below V
     loss_mask: Tensor  # [T] fp32, the weight of each token's loss (0 excludes it)
     groups: TokenGroups | None = None  # None if losses are not summed per group
+    grad_scale: float | Tensor | None = None  # the gradient of the returned sum, where it is known in the forward
 
 
 @eager  # collectives stay out of compiled graphs
@@ -171,15 +176,20 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Targets, shard: _VocabShard) -> Tensor:
         used = weight[: shard.num_tokens]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden)
-        # fp32 also for bf16 weights, as it accumulates over chunks.
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_hidden, buffer = torch.empty_like(hidden), _Buffer.of(weight, targets)
+        # fp32 also for bf16 weights, as it accumulates over chunks
+        shape = (0, 0) if buffer is not None else weight.shape
+        grad_weight = torch.zeros(shape, dtype=torch.float32, device=weight.device)
         for chunk in _chunks(hidden, shard):
             target, mask = shard.find(targets.labels[chunk]), targets.loss_mask[chunk]
             logits = shard.logits(hidden[chunk], weight)
             slope = shard.slope(logits)
             log_probs, grad_logits = softmax_gradient(
-                logits, column=target.column, is_local=target.is_local, combine=shard.combine
+                logits,
+                column=target.column,
+                is_local=target.is_local,
+                combine=shard.combine,
+                scale=None if buffer is None else mask[:, None] * buffer.scale,
             )
             del logits  # as large as the gradient
             log_probs = log_probs * mask
@@ -188,25 +198,55 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 targets.groups.add(-log_probs, mask * shard.group.is_first, chunk=chunk)
             if slope is not None:
                 grad_logits *= slope
-            # The mask multiplies rows of H elements, not of V.
             low = grad_logits.to(hidden.dtype)
-            scale = mask[:, None].to(hidden.dtype)
-            torch.mul(dgrad(low, used), scale, out=grad_hidden[chunk])
-            wgrad(low, hidden[chunk] * scale, add_to=grad_weight[: shard.num_tokens])
+            if buffer is not None:
+                torch.mm(low, used, out=grad_hidden[chunk])
+                buffer.add(low, hidden[chunk])
+            else:  # the mask multiplies rows of H elements, not of V
+                scale = mask[:, None].to(hidden.dtype)
+                torch.mul(dgrad(low, used), scale, out=grad_hidden[chunk])
+                wgrad(low, hidden[chunk] * scale, add_to=grad_weight[: shard.num_tokens])
             del grad_logits, low  # before the logits of the next chunk
         ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.param = weight
+        ctx.param, ctx.is_complete = weight, buffer is not None
         return start_all_reduce(total, shard.group).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         # In place, as these are the largest tensors of a step; autograd then refuses a second backward.
         grad_hidden, grad_weight = ctx.saved_tensors
+        if ctx.is_complete:
+            return grad_hidden, None, None, None
         scale = grads[0]
         grad_hidden.mul_(scale)
         if _write(grad_weight, scale, param=ctx.param):
             return grad_hidden, None, None, None
         return grad_hidden, grad_weight.mul_(scale), None, None
+
+
+@dataclass
+class _Buffer:
+    """The gradient buffer of the weight, written in the forward pass."""
+
+    view: Tensor  # [Vp/tp, H] fp32
+    has_grads: bool  # of this step
+    scale: float | Tensor  # the gradient of the loss
+
+    @classmethod
+    def of(cls, weight: Tensor, targets: Targets) -> "_Buffer | None":
+        view, scale = grad_view_of(weight), targets.grad_scale
+        if scale is None or view is None or view.dtype is not torch.float32 or weight.dtype is torch.float16:
+            return None
+        target = view.start_write_ahead()
+        return None if target is None else cls(*target, scale)
+
+    def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
+        """Add the weight gradient of a chunk, from [t, num_tokens] and [t, H]."""
+        num_tokens = grad_logits.shape[1]
+        write_wgrad(grad_logits, hidden, out=self.view[:num_tokens], adds=self.has_grads)
+        if not self.has_grads:
+            self.view[num_tokens:] = 0.0
+        self.has_grads = True
 
 
 def _write(grad_weight: Tensor, scale: Tensor, *, param: Tensor) -> bool:
@@ -225,12 +265,14 @@ def _write(grad_weight: Tensor, scale: Tensor, *, param: Tensor) -> bool:
 
 def _chunks(hidden: Tensor, shard: _VocabShard) -> list[slice]:
     num_tokens = hidden.shape[0]
-    limit = CHUNK_ELEMENTS.get(hidden.device.type, 2**27)
+    limit = CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS["cuda"])
     size = max(MIN_CHUNK_TOKENS, limit // shard.max_tokens)
     return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
 
-def softmax_gradient(logits: Tensor, *, column: Tensor, is_local: Tensor, combine: Combine) -> tuple[Tensor, Tensor]:
+def softmax_gradient(
+    logits: Tensor, *, column: Tensor, is_local: Tensor, combine: Combine, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The log-probability of each label, and the gradient of its negative by the logits.
 
     Args:
@@ -238,26 +280,34 @@ def softmax_gradient(logits: Tensor, *, column: Tensor, is_local: Tensor, combin
         column: [t, 1] int64, position of the label, arbitrary where it is in another shard.
         is_local: [t, 1] fp32, 1 where the label is in this shard, else 0.
         combine: [t, 1] log-sum-exp of the local columns -> that of all ranks.
+        scale: [t, 1] fp32, factors of the gradient; None for 1.
 
     Returns:
         [t] fp32, 0 where the label is not local; and [t, V], fp32 or in the memory of the logits.
     """
     compute = _by_triton if runs_triton(logits) else _by_torch
-    return compute(logits, column=column, is_local=is_local, combine=combine)
+    return compute(logits, column=column, is_local=is_local, combine=combine, scale=scale)
 
 
-def _by_torch(logits: Tensor, *, column: Tensor, is_local: Tensor, combine: Combine) -> tuple[Tensor, Tensor]:
+def _by_torch(
+    logits: Tensor, *, column: Tensor, is_local: Tensor, combine: Combine, scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
     log_probs = normalize(logits, combine)
     picked = (log_probs.gather(1, column) * is_local)[:, 0]
-    return picked, log_probs.exp_().scatter_add_(1, column, -is_local)
+    gradient = log_probs.exp_().scatter_add_(1, column, -is_local)
+    return picked, gradient if scale is None else gradient.mul_(scale)
 
 
-def _by_triton(logits: Tensor, *, column: Tensor, is_local: Tensor, combine: Combine) -> tuple[Tensor, Tensor]:
+def _by_triton(
+    logits: Tensor, *, column: Tensor, is_local: Tensor, combine: Combine, scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
     from nanotrain.kernels import triton_softmax
 
     logsumexp = combine(triton_softmax.row_logsumexp(logits))
     picked = ((logits.gather(1, column).float() - logsumexp) * is_local)[:, 0]
-    return picked, triton_softmax.softmax_gradient_(logits, logsumexp=logsumexp, column=column, is_local=is_local)
+    factors = torch.ones_like(is_local) if scale is None else scale
+    where = {"column": column, "is_local": is_local}
+    return picked, triton_softmax.softmax_gradient_(logits, logsumexp=logsumexp, scale=factors, **where)
 
 
 def normalize(logits: Tensor, combine: Combine) -> Tensor:

@@ -84,7 +84,9 @@ def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
     return a.new_empty((len(offs), len(a), b.shape[1]) if b.ndim == 2 else (len(a), b.shape[2]))
 
 
-def _softmax_gradient(logits: Tensor, *, column: Tensor, is_local: Tensor, combine: Any) -> tuple[Tensor, Tensor]:
+def _softmax_gradient(
+    logits: Tensor, *, column: Tensor, is_local: Tensor, combine: Any, scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The Triton kernels: the gradient is in the memory of the logits."""
     logsumexp = combine(logits.new_empty((logits.shape[0], 1), dtype=torch.float32))
     return ((logits.gather(1, column).float() - logsumexp) * is_local)[:, 0], logits

@@ -7,6 +7,8 @@ Recomputation (docs/recompute.md) saves less, but during a backward the recomput
 
 from dataclasses import dataclass
 
+import torch
+
 from nanotrain.attention.backends import AttentionChoice, AttentionDevice, installed_torch
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.parallel.tp.loss import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
@@ -45,13 +47,18 @@ class Activations:
         self.tp, self.cp, self.ep, self.etp = (plan.groups[axis].size for axis in ("tp", "cp", "ep", "etp"))
         self.cp_comm_type = config.parallel.cp_comm_type if self.cp > 1 else None
         fusion, shards = config.parallel.gradient_accumulation_fusion, plan.data_parallel.strategy.shard_grads
-        self.writes_wgrads = (device == "cuda" if fusion is None else fusion) and not shards
+        is_fused, is_shared = device == "cuda" if fusion is None else fusion, plan.shape.has_embedding_at_end
+        self.writes_wgrads = is_fused and not shards
+        # the forward of the loss adds to the gradient buffer (parallel/tp/loss.py)
+        precision = Precision.of(config.precision)
+        can_add = precision.grads is torch.float32 and precision.params is not torch.float16
+        self.writes_head = is_fused and can_add and not (shards and is_shared)
         self.sequence_parallel = config.parallel.sequence_parallel
         self.batch_size, self.seq_length = config.train.micro_batch_size, config.data.seq_length // self.cp
         self.tokens = self.batch_size * self.seq_length
         self.outside = self.tokens // (self.tp if self.sequence_parallel else 1)  # outside of tensor-parallel layers
         self.has_fp8 = config.precision.fp8 is not None
-        self.itemsize = Precision.of(config.precision).params.itemsize
+        self.itemsize = precision.params.itemsize
         self.width = self.shape.hidden_size * self.itemsize
         layers = [layer for stage in plan.stages for layer in (*stage.spec.layers, *stage.mtp_layers)]
         self.has_experts = any(map(self.shape.has_experts, layers))
@@ -110,7 +117,7 @@ class Activations:
     def head(self) -> int:
         """The input of the final norm, and the gradients that the loss computes in its forward."""
         weight = self.shape.padded_vocab_size // self.tp * self.shape.hidden_size * FP32
-        return (self.outside + self.tokens) * self.width + weight
+        return (self.outside + self.tokens) * self.width + weight * (not self.writes_head)
 
     def block_working(self) -> int:
         """Temporaries of the backward of a block: gradients of hidden states, inside the MLP and of experts."""

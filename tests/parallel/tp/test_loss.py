@@ -1,5 +1,7 @@
 """The chunked loss over a sharded vocabulary equals the plain one, with its gradients."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanotrain.comm.group import Group
+from nanotrain.kernels.linear import GradView
 from nanotrain.parallel.tp import loss as loss_module
 from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.parallel.tp.loss import Targets, Vocabulary, softmax_gradient, vocab_parallel_cross_entropy
@@ -115,6 +118,40 @@ def test_chunks_of_the_weight_gradient_add_up_unrounded_in_an_fp32_buffer(monkey
     assert weight.grad is buffer
     assert not torch.equal(buffer, buffer.bfloat16().float())
     torch.testing.assert_close(buffer, exact.grad, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_with_a_known_gradient_of_the_loss_the_weight_gradient_is_added_to_the_buffer_and_is_nowhere_else(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_tokens, size, padded, width, scale = 48, 50, 64, 128, 0.3
+    monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", 16 * size)
+    monkeypatch.setattr(loss_module, "MIN_CHUNK_TOKENS", 1)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, width, generator=generator).to(dtype).requires_grad_()
+    weight = torch.nn.Parameter((0.1 * torch.randn(padded, width, generator=generator)).to(dtype))
+    labels = torch.randint(0, size, (num_tokens,), generator=generator)
+    mask = torch.randint(0, 3, (num_tokens,), generator=generator) / 2
+    buffer, peaks, grads = torch.empty(padded, width), [], []
+    for grad_scale in (None, scale, scale):  # the last one adds to what the one before has written
+        targets, has_grads = Targets(labels, mask, grad_scale=grad_scale), len(grads) == 2
+        view = GradView(torch.float32, lambda: None, lambda: None, partial(lambda *each: each, buffer, has_grads))
+        weight.grad_view = view  # type: ignore[attr-defined]
+        with PeakStorages() as live:
+            loss = vocab_parallel_cross_entropy(
+                hidden, weight, targets=targets, vocabulary=Vocabulary(size, 3.0), group=SINGLE_RANK
+            )
+        peaks.append(live.peak)
+        grads.append(torch.autograd.grad(loss, (hidden, weight), torch.tensor(scale), allow_unused=True))
+    ((expected_hidden, expected), (grad_hidden, none), _) = grads
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(grad_hidden, expected_hidden, **tolerance)
+    if dtype is torch.float16:  # its range is too small for scaled gradients of logits
+        torch.testing.assert_close(none, expected)
+        return
+    assert none is None
+    torch.testing.assert_close(buffer, 2 * expected.float(), **tolerance)
+    assert peaks[0] - peaks[1] > 0.99 * 4 * padded * width
 
 
 def cut_loss(ctx, vocab_size: int, padded: int, sequence_parallel: bool) -> None:
