@@ -14,12 +14,9 @@ from nanotrain.planner.layer_bytes import FP32, INT64, LayerBytes, StagePeak
 from nanotrain.planner.scenario import Scenario
 from nanotrain.planner.stage_time import Numel, Stages
 from nanotrain.precision.dtypes import Precision
-from nanotrain.train.plans.memory_plan import built_schedule, plan_memory
+from nanotrain.train.plans.memory_plan import FRAGMENTS, built_schedule, plan_memory, runtime_bytes
 
 MIB = 2**20
-CONTEXT_BYTES = 600 * MIB  # CUDA context and kernels of a process on a data-center GPU
-NCCL_BYTES = 128 * MIB  # channels of a communicator between nodes
-FRAGMENTS = 0.03
 
 
 @dataclass(frozen=True)
@@ -66,9 +63,12 @@ def estimate_memory(scenario: Scenario) -> MemoryEstimate:
 
 def memory_of_rank(scenario: Scenario, pp_index: int) -> MemoryEstimate:
     """The memory of the ranks of a pipeline stage."""
-    parts = _planned(scenario, pp_index) if scenario.engine.name == "nanotrain" else _estimated(scenario, pp_index)
-    overhead = _overhead(scenario, sum(parts.values()))
-    return MemoryEstimate(**parts, overhead=overhead, pp_index=pp_index, capacity=scenario.gpu.memory_bytes)
+    if scenario.engine.name == "nanotrain":
+        parts = _planned(scenario, pp_index)
+    else:
+        parts = _estimated(scenario, pp_index)
+        parts["overhead"] = _overhead(scenario, sum(parts.values()))
+    return MemoryEstimate(**parts, pp_index=pp_index, capacity=scenario.gpu.memory_bytes)
 
 
 def _different_ranks(scenario: Scenario) -> list[int]:
@@ -95,7 +95,7 @@ def _planned(scenario: Scenario, pp_index: int) -> dict[str, int]:
     """Bytes by kind of the plan of a run of nanotrain."""
     schedule = _in_flight_schedule(scenario)
     plan = plan_memory(scenario.config, scenario.world_size, pp_rank=pp_index, device="cuda", schedule=schedule)
-    kinds = ("params", "grads", "optimizer", "activations", "working")
+    kinds = ("params", "grads", "optimizer", "activations", "working", "overhead")
     return {kind: getattr(plan, kind) for kind in kinds} | {"buffers": plan.communication}
 
 
@@ -182,9 +182,6 @@ def _workspaces(scenario: Scenario) -> int:
 
 
 def _overhead(scenario: Scenario, total: int) -> int:
-    """What tensors do not use: the CUDA context, buffers of NCCL per group, and fragments of the allocator.
-
-    Reserved memory exceeds allocated memory by 2 to 7 % in the runs that SimuMax measured.
-    """
+    """What tensors do not use: the CUDA context, buffers of NCCL per group, and fragments of the allocator."""
     groups = sum(scenario.sizes[axis] > 1 for axis in ("tp", "cp", "pp", "dp", "ep"))
-    return CONTEXT_BYTES + groups * NCCL_BYTES + int(FRAGMENTS * total)
+    return runtime_bytes(groups) + int(FRAGMENTS * total)

@@ -24,6 +24,7 @@ from nanotrain.parallel.pp.executor import MAX_SENDS
 from nanotrain.parallel.pp.schedules import build_schedule
 from nanotrain.precision.dtypes import Precision
 from nanotrain.quantities import describe_bytes
+from nanotrain.topology.groups import UNCONNECTED
 from nanotrain.topology.topology import Topology
 from nanotrain.train.compile import with_compile
 from nanotrain.train.plans.activations import INT64, Activations
@@ -36,7 +37,13 @@ CERTAIN_SHARE, CERTAIN_SHARE_COMPILED = 0.8, 0.4
 # compute capability 9.0 once for the thread of the forward and once for that of the backward, and what is left of
 # blocks that its allocator does not split (0 to 15 MB over the layouts of docs/gpu.md)
 PROCESS_BYTES = {"cpu": 75_000_000, "cuda": 2 * 32 * 2**20 + 16_000_000}
-ROWS = ("params", "grads", "optimizer", "activations", "working", "communication")
+# What a process takes of a GPU besides tensors. The context, with the kernels of torch, cuBLAS and cuDNN that are
+# loaded as they are used: 0.5 to 0.8 GB. The channels of a communicator of NCCL: 0.2 to 0.4 GB.
+CONTEXT_BYTES, NCCL_BYTES = 700 * 2**20, 256 * 2**20
+FRAGMENTS = (
+    0.03  # of the tensors: reserved memory exceeds allocated memory by 2 to 7 % in the runs that SimuMax measured
+)
+ROWS = ("params", "grads", "optimizer", "activations", "working", "communication", "overhead")
 SEARCH_S = 4.0  # of CPU time, after which the search for settings that fit ends
 built_schedule = lru_cache(maxsize=8)(build_schedule)  # layouts that differ elsewhere share one
 
@@ -54,27 +61,38 @@ class MemoryPlan:
     recompute: str  # what is recomputed, as the user sets it; empty for nothing
     working: int  # temporaries, the tokens of a step, and libraries of the process on a CPU
     communication: int  # pipeline messages, full-size gradient buckets, gathered units
+    runtime: int  # on a GPU its context and NCCL
     unplanned: str = ""  # what the plan leaves out, and is large
 
     @property
     def total(self) -> int:
+        """All tensors."""
+        return self.certain(1.0) - self.runtime + self.working + self.communication
+
+    @property
+    def overhead(self) -> int:
+        """What tensors do not use: `runtime` and the fragments of a GPU's allocator."""
+        return self.runtime + int(FRAGMENTS * self.total) * (self.runtime > 0)
+
+    @property
+    def reserved(self) -> int:
         """All of them."""
-        return self.certain(1.0) + self.working + self.communication
+        return self.total + self.overhead
 
     def certain(self, share: float) -> int:
-        """The exact part and a share of the activations."""
-        return self.params + self.grads + self.optimizer + int(share * self.activations)
+        """The exact part, the runtime and a share of the activations."""
+        return self.params + self.grads + self.optimizer + self.runtime + int(share * self.activations)
 
     def rows(self) -> dict[str, str]:
-        """The rows of the table by name; without communication if there is none."""
+        """The rows of the table by name; without communication and overhead if there is none."""
         sizes = {name: getattr(self, name) for name in ROWS}
-        return {name: describe_bytes(size) for name, size in sizes.items() if size or name != "communication"}
+        return {name: describe_bytes(size) for name, size in sizes.items() if size or name not in ROWS[-2:]}
 
     def table(self, available: int | None, *, pp_size: int = 1) -> str:
         """A small table; with more than one pipeline rank the title names the one that needs the most."""
         lines = [f"  {name:<14}{text:>12}" for name, text in self.rows().items()]
         lines[3] += f"  {self.in_flight} in flight" + (f", recompute {self.recompute}" if self.recompute else "")
-        lines.append(f"  {'total':<14}{describe_bytes(self.total):>12}")
+        lines.append(f"  {'total':<14}{describe_bytes(self.reserved):>12}")
         lines[-1] += f" of {describe_bytes(available)}" if available else ""
         lines += [f"  without {self.unplanned}"] if self.unplanned else []
         worst = f" (pipeline rank {self.pp_rank} needs the most)" if pp_size > 1 else ""
@@ -120,8 +138,20 @@ def plan_memory(
         recompute=" ".join([granularity, *config.memory.recomputed_modules]) if granularity else "",
         working=PROCESS_BYTES[device] + staged + peak.working + 3 * INT64 * kept.tokens * count,
         communication=messages + resident.grad_buckets + resident.units + _returned_by_graphs(plan, device),
+        runtime=runtime_bytes(_num_communicators(plan)) if device == "cuda" else 0,
         unplanned="the records of --profile" if config.train.profile else "",
     )
+
+
+def runtime_bytes(num_communicators: int) -> int:
+    """The context of a GPU, and NCCL."""
+    return CONTEXT_BYTES + num_communicators * NCCL_BYTES
+
+
+def _num_communicators(plan: Plan) -> int:
+    """Distinct sets of several ranks over which a rank communicates."""
+    groups = plan.groups.items()
+    return len({spec.ranks for name, spec in groups if spec.size > 1 and name not in UNCONNECTED})
 
 
 def worst_memory(config: Config, world_size: int, *, device: str) -> MemoryPlan:
@@ -162,7 +192,7 @@ def require_memory(config: Config, world_size: int, *, device: str, available: i
     rows = ", ".join(f"{name} {text}" for name, text in worst.rows().items())
     advice = "choose a smaller model or --seq-length"
     raise ConfigError(
-        f"a rank needs {describe_bytes(worst.total)} of memory and has {describe_bytes(available)}",
+        f"a rank needs {describe_bytes(worst.reserved)} of memory and has {describe_bytes(available)}",
         why=rows,
         fix=f"with the same memory per rank it fits with {', or '.join(fitting)}" if fitting else advice,
     )
@@ -270,7 +300,7 @@ def _find_fitting(config: Config, world_size: int, *, pp_rank: int, device: str,
         num_ranks = world_size * prod(each.factor for each in changes)
         try:
             check_layout(changed)
-            needed = plan_memory(changed, num_ranks, pp_rank=pp_rank, device=device).total
+            needed = plan_memory(changed, num_ranks, pp_rank=pp_rank, device=device).reserved
         except NanotrainError:
             return None
         return f"{', '.join(each.text for each in changes)} ({describe_bytes(needed)})" if needed <= available else None
