@@ -60,7 +60,7 @@ IDLE: dict[str, Callable[[np.ndarray], bool]] = {
 AXES = frozenset({"step", "consumed_samples", "consumed_tokens"})  # or equal on a slope for every run
 # by the end of a name
 UNITS = {"_s": "s", "_bytes": "bytes", "_per_second": "per second", "loss": "nats per token", "norm": "2-norm"}
-MEMORY_PARTS = ("params", "grads", "optimizer", "activations", "working", "communication")
+MEMORY_PARTS = ("params", "grads", "optimizer", "activations", "working", "communication", "runtime")
 
 
 def step_figures(runs: Sequence[RunHistory]) -> dict[str, list[Figure]]:

@@ -11,6 +11,7 @@ import pytest
 from nanotrain.config.load import load
 from nanotrain.config.schema import with_values
 from nanotrain.errors import ConfigError
+from nanotrain.quantities import describe_bytes
 from nanotrain.train.main import main
 from nanotrain.train.plans import memory_plan
 from nanotrain.train.plans.memory_plan import plan_memory, require_memory, worst_memory
@@ -170,6 +171,18 @@ def test_a_model_that_fits_nowhere_is_advised_to_shrink(monkeypatch):
     assert "a smaller model" in advice(config_of("+config=llama7b"), 1, GB // 100)
     monkeypatch.setattr(memory_plan, "SEARCH_S", -1.0)  # no time left to search
     assert "a smaller model" in advice(config_of("+config=llama7b"), 1, 20 * GB)
+
+
+def test_on_a_gpu_the_context_nccl_and_fragments_are_counted_in_the_table_and_what_is_certain_in_the_refusal():
+    config = config_of(f"{SMALL} --tensor-model-parallel-size 2 --no-torch-compile")
+    on_cpu, on_gpu = (worst_memory(config, 8, device=device) for device in ("cpu", "cuda"))
+    assert on_cpu.overhead == 0 and "overhead" not in on_cpu.rows()
+    # tp, dp and the world; other groups have the same ranks
+    assert on_gpu.runtime == 700 * 2**20 + 3 * 256 * 2**20
+    assert on_gpu.overhead == on_gpu.runtime + int(0.03 * on_gpu.total)
+    assert f"total{describe_bytes(on_gpu.total + on_gpu.overhead):>21}" in on_gpu.table(GB)
+    with pytest.raises(ConfigError, match="overhead 1.5"):
+        require_memory(config, 8, device="cuda", available=on_gpu.runtime)
 
 
 def test_the_table_has_the_total_beside_what_is_available():
