@@ -112,12 +112,8 @@ def test_bytes_of_optimizer_instances(strategy: str, ranks: int, ep: int, instan
         for measured, (m, outer) in zip(by_case, variants, strict=True):
             num_outer = instances if outer == "optim" else 1
             resident = moved = 0
-            # the experts of the only layer are the last unit of their buffer
-            for name, num_ranks, once in (
-                ("elements", ranks, "once"),
-                ("expert elements", ranks // ep, "expert elements"),
-            ):
-                d, instanced = num_ranks // instances, {"n": instances, "outer": num_outer, "once": measured[once]}
+            for name, num_ranks, once in (("elements", ranks, measured["once"]), ("expert elements", ranks // ep, 0)):
+                d, instanced = num_ranks // instances, {"n": instances, "outer": num_outer, "once": once}
                 form = Form(strategy, "bf16", measured[name], d, **instanced)
                 resident += form.resident
                 moved += form.moved(m)

@@ -7,7 +7,7 @@ GatherOrder    which buckets are all-gathered and freed when, by index; the plan
 UnitGather     hooks that carry out a `GatherOrder`
 
     before the forward of unit i     all-gather i, start the next ones, free all others
-    after it                         free i, unless it is the last one, whose backward may be next
+    after it                         free i, unless it is the last one and returns a loss: its backward is next
     before the backward of unit i    all-gather i, start the previous ones, free all others
     before unit i is run again       all-gather i; keep what the backward that runs it again has gathered
     after the last                   free all
@@ -74,7 +74,7 @@ class GatherOrder:
         self.units = [tuple(unit) for unit in units]
         self._read_backward = [() if index in lookups else unit for index, unit in enumerate(self.units)]
         self._num_next, self._reshards, self._blocks = num_prefetched, reshards, dict(enumerate(blocks))
-        self._kept: tuple[int, ...] = ()  # the last unit, from its forward to the next forward or backward
+        self._kept: tuple[int, ...] = ()  # the last unit, from a forward that returns a loss to its backward
         self._gathered: dict[int, None] = {}  # in the order in which they were gathered
         self._num_backwards: Counter[int] = Counter()  # by bucket: backwards that are still to read it
         self._last_backward = 0  # the unit whose backward began last
@@ -131,11 +131,11 @@ class GatherOrder:
         self._kept = ()
         return self._gather(self._of(range(index, index + 1 + self._num_next)))
 
-    def after_forward(self, index: int, *, has_backward: bool) -> GatherChange:
-        """Free a unit after its forward, unless a backward is to find it gathered."""
+    def after_forward(self, index: int, *, has_backward: bool, is_loss: bool = False) -> GatherChange:
+        """Free a unit after its forward, unless a backward is to find it gathered; `is_loss` if it returns a loss."""
         if has_backward and not self._reshards:
             self._num_backwards.update(self._read_backward[index])
-        if has_backward and index == len(self.units) - 1:
+        if has_backward and is_loss and index == len(self.units) - 1:
             self._kept = self._read_backward[index]
         return self.free(but=self._of(range(index + 1, index + 1 + self._num_next)))
 
@@ -299,7 +299,8 @@ class UnitGather:
             return  # the next forward or backward frees the unit; hooks of this output would never be called
         leaves = tree_leaves(hook_arguments[-1])
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        self._carry_out(self._order.after_forward(index, has_backward=bool(outputs)))
+        is_loss = any(output.ndim == 0 for output in outputs)
+        self._carry_out(self._order.after_forward(index, has_backward=bool(outputs), is_loss=is_loss))
         if len(outputs) == 1:
             outputs[0].register_hook(partial(self._before_backward, index))
         elif outputs:  # the backward begins with the first gradient of any output

@@ -102,7 +102,7 @@ def vocab_parallel_cross_entropy(
         loss: Tensor = _VocabParallelCrossEntropy.apply(hidden, weight, targets, shard)
         return loss
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    for chunk in _chunks(hidden, shard):
+    for chunk in _chunks(hidden, shard, is_training=False):
         target, mask = shard.find(targets.labels[chunk]), targets.loss_mask[chunk]
         log_probs = shard.log_probs(hidden[chunk], weight)
         picked = target.pick(log_probs, mask)
@@ -263,10 +263,18 @@ def _write(grad_weight: Tensor, scale: Tensor, *, param: Tensor) -> bool:
     return True
 
 
-def _chunks(hidden: Tensor, shard: _VocabShard) -> list[slice]:
+def chunk_tokens(columns: int, *, device: str, is_training: bool) -> int:
+    """Tokens of a chunk with so many logits per token.
+
+    In evaluation GPUs have the probabilities in fp32 beside the logits, so chunks are half as large.
+    """
+    elements = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"])
+    return max(MIN_CHUNK_TOKENS, elements // (1 if is_training or device == "cpu" else 2) // columns)
+
+
+def _chunks(hidden: Tensor, shard: _VocabShard, *, is_training: bool = True) -> list[slice]:
     num_tokens = hidden.shape[0]
-    limit = CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS["cuda"])
-    size = max(MIN_CHUNK_TOKENS, limit // shard.max_tokens)
+    size = chunk_tokens(shard.max_tokens, device=hidden.device.type, is_training=is_training)
     return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
 

@@ -142,6 +142,7 @@ def _few(config: Config, topology: Topology, *, fewest: bool = False) -> Config:
     values = {
         "train.torch_compile": False,
         "train.profile": False,
+        "train.eval_interval": 0,
         "data.num_workers": 0,
         "checkpoint.load": None,
         "checkpoint.pretrained_checkpoint": None,

@@ -11,7 +11,7 @@ import torch
 
 from nanotrain.attention.backends import AttentionChoice, AttentionDevice, installed_torch
 from nanotrain.memory.block_transforms import recomputed_groups
-from nanotrain.parallel.tp.loss import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
+from nanotrain.parallel.tp.loss import chunk_tokens
 from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.stages import StageSpec
 from nanotrain.train.plans.plan import Plan
@@ -137,7 +137,7 @@ class Activations:
     def loss_working(self, *, is_training: bool = True) -> int:
         """Temporaries of the loss: its inputs, which autograd does not save, and logits of a chunk and gradients."""
         columns, is_low = self.shape.padded_vocab_size // self.tp, self.itemsize < FP32
-        tokens = min(self.tokens, max(MIN_CHUNK_TOKENS, CHUNK_ELEMENTS[self.device] // columns))
+        tokens = min(self.tokens, chunk_tokens(columns, device=self.device, is_training=is_training))
         has_softcap = self.config.model.final_logit_softcapping is not None
         if self.device == "cpu":  # logits are converted for the softmax, wgrads for their sum over chunks
             per_logit, weight = (2 + has_softcap) * FP32 + is_low * self.itemsize, is_low * columns * self.width

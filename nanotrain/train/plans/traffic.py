@@ -254,6 +254,7 @@ def bucket_gathers(plan: Plan, stage: StagePlan, *, layout: BufferLayout) -> lis
         units,
         order=GatherOrder.of(filter(None, units), layout, options=options, lookups=lookups),
         groups=[range(group.start + first, group.stop + first) for group in groups],
+        has_loss=stage.spec.has_head and bool(units[-1]),
     )
     return [counts[index] for index in range(len(layout.buckets))]
 
@@ -278,6 +279,7 @@ def step_gathers(
     *,
     order: GatherOrder,
     groups: Sequence[range] = (),
+    has_loss: bool = False,
 ) -> Counter[int]:
     """All-gathers by bucket.
 
@@ -286,6 +288,7 @@ def step_gathers(
         units: buckets that each module reads, in forward order; none for a module of another buffer.
         order: gather order of the units that are not empty.
         groups: ranges of modules that are recomputed together.
+        has_loss: whether the last unit returns a loss.
     """
     unit_of = {module: index for index, module in enumerate(m for m, unit in enumerate(units) if unit)}
     again = {group[-1]: [unit_of[module] for module in group if module in unit_of] for group in groups}
@@ -294,7 +297,7 @@ def step_gathers(
         if kind is ActionKind.forward:
             for index in range(len(order.units)):
                 counts.update(order.before_forward(index).started)
-                order.after_forward(index, has_backward=True)
+                order.after_forward(index, has_backward=True, is_loss=has_loss)
             continue
         if kind is not ActionKind.backward_input:  # the first unit of an I action stays until W or another forward
             order.free()

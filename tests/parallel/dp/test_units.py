@@ -334,19 +334,19 @@ def test_collectives_start_in_one_order_where_gradients_are_missing_on_one_rank(
         x = layer(x, with_bias=ctx.rank == 0)
     backward(parallel, x.sum())
     parallel.finish_grad_reduce()
-    # forward gathers 0 to 3; backward gathers 2 to 0, and reduces a layer before the one after the next is gathered
-    assert [entry.split()[0] for entry in started] == [*["gather"] * 5, *["reduce", "gather"] * 2, *["reduce"] * 2]
+    # forward gathers 0 to 3; backward gathers 3 to 0, and reduces a layer before the one after the next is gathered
+    assert [entry.split()[0] for entry in started] == [*["gather"] * 6, *["reduce", "gather"] * 2, *["reduce"] * 2]
 
 
 UNITS = [(3,), (2,), (1,), (0,)]
 
 
-def forward_all(order: GatherOrder) -> list[tuple[int, ...]]:
+def forward_all(order: GatherOrder, *, is_loss: bool = False) -> list[tuple[int, ...]]:
     """The all-gathers of one forward, per unit."""
     started = []
     for index in range(len(order.units)):
         started.append(order.before_forward(index).started)
-        order.after_forward(index, has_backward=True)
+        order.after_forward(index, has_backward=True, is_loss=is_loss)
     return started
 
 
@@ -358,9 +358,9 @@ def backward_all(order: GatherOrder) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("ahead", "of_forward", "of_backward"),
     [
-        (0, [(3,), (2,), (1,), (0,)], [(), (1,), (2,), (3,)]),
-        (1, [(3, 2), (1,), (0,), ()], [(1,), (2,), (3,), ()]),
-        (2, [(3, 2, 1), (0,), (), ()], [(2, 1), (3,), (), ()]),
+        (0, [(3,), (2,), (1,), (0,)], [(0,), (1,), (2,), (3,)]),
+        (1, [(3, 2), (1,), (0,), ()], [(0, 1), (2,), (3,), ()]),
+        (2, [(3, 2, 1), (0,), (), ()], [(0, 2, 1), (3,), (), ()]),
     ],
 )
 def test_a_unit_is_gathered_before_it_runs_and_those_ahead_start_after_it(
@@ -372,14 +372,14 @@ def test_a_unit_is_gathered_before_it_runs_and_those_ahead_start_after_it(
     assert order.free().freed
 
 
-def test_the_last_unit_is_kept_for_a_backward_that_is_next_and_a_lookup_is_not_gathered_for_its_own() -> None:
+def test_the_unit_of_the_loss_is_kept_for_its_backward_and_a_lookup_is_not_gathered_for_its_own() -> None:
     order = GatherOrder(UNITS, num_prefetched=0, lookups=[0])
-    forward_all(order)
+    forward_all(order, is_loss=True)
     assert order.free() == GatherChange(()), "the backward begins"
     assert backward_all(order) == [(), (1,), (2,), ()]
-    forward_all(order)
+    forward_all(order, is_loss=True)
     assert order.before_forward(0) == GatherChange(freed=(0,), started=(3,)), "another forward is next"
-    forward_all(order)
+    forward_all(order, is_loss=True)
     assert order.begin_step().freed == (0,)
     assert (
         not GatherOrder(UNITS, num_prefetched=1, reshards=False, lookups=[0]).after_forward(0, has_backward=True).freed
