@@ -68,6 +68,8 @@ class How(NamedTuple):
     power_of_two: bool = False
     swizzles: bool = False
     largest: float = 0.0  # of the dtype
+    has_rows: bool = False  # the forms that are written
+    has_columns: bool = False
 
     def constants(self) -> Self:
         """As a kernel takes them."""
@@ -117,22 +119,19 @@ if triton is not None:
     def _amax(source: tl.tuple, unless: tl.tensor, targets: tl.tuple, how: tl.tuple) -> None:
         of_rows, of_columns, of_all = targets
         expert, first, end, _ = locate(source, how)
-        if expert >= source.num_experts:
-            return
-        is_known = False
+        is_read = expert < source.num_experts
         if unless is not None:
-            is_known = tl.load(unless + expert) > 0
-        if is_known:
-            return
+            is_read = is_read & (tl.load(unless + expert, mask=is_read, other=1) <= 0)
+        end = tl.where(is_read, end, 0)
         rows, columns = first + tl.arange(0, how.tile), tl.program_id(1) * how.tile + tl.arange(0, how.tile)
         _, magnitude = _read(source, rows, columns, end)
         if of_rows is not None:
             tl.atomic_max(of_rows + rows, tl.max(magnitude, 1), mask=rows < end)
         if of_columns is not None:
             place = expert * source.num_columns + columns
-            tl.atomic_max(of_columns + place, tl.max(magnitude, 0), mask=columns < source.num_columns)
+            tl.atomic_max(of_columns + place, tl.max(magnitude, 0), mask=is_read & (columns < source.num_columns))
         if of_all is not None:
-            tl.atomic_max(of_all + expert, tl.max(tl.max(magnitude, 1), 0))
+            tl.atomic_max(of_all + expert, tl.max(tl.max(magnitude, 1), 0), mask=is_read)
 
     @triton.jit
     def _inverse(amax: tl.tensor, how: tl.tuple) -> tl.tensor:
@@ -168,10 +167,8 @@ if triton is not None:
             inner = tl.arange(0, number)
             inverse = _inverse(tl.max(tl.reshape(magnitude, [size, number, how.block]), 2), how)
             row, column = rows[:, None], (start // how.block + inner)[None, :]
-            if blocks is None:
-                scales = expert * target.scale_strides[0] + row * target.scale_strides[1]
-                scales += column * target.scale_strides[2]
-            else:
+            scales = expert * target.scale_strides[0] + row * target.scale_strides[1] + column * target.scale_strides[2]
+            if how.swizzles:
                 tile = row // 128 * ((blocks + 3) // 4) + column // 4
                 scales = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
             _store_scales(target, scales, inverse, is_row[:, None] & (inner * how.block < length)[None, :])
@@ -179,8 +176,9 @@ if triton is not None:
             factors = tl.reshape(wide, [size, size])
         else:
             factors = tl.div_rn(1.0, whole)
+            is_block = (length > 0) & (tl.max(is_row.to(tl.int32), 0) > 0)
             scales = expert * target.scale_strides[0] + row_block * target.scale_strides[1]
-            _store_scales(target, scales + start // how.block * target.scale_strides[2], whole, length > 0)
+            _store_scales(target, scales + start // how.block * target.scale_strides[2], whole, is_block)
         scaled = tl.minimum(tl.maximum(values * factors, -how.largest), how.largest)
         inner = tl.arange(0, size)
         place = expert * target.strides[0] + rows[:, None] * target.strides[1] + (start + inner)[None, :]
@@ -188,30 +186,29 @@ if triton is not None:
         tl.store(target.data + place, scaled.to(target.data.dtype.element_ty), mask=mask)
 
     @triton.jit
-    def _cast(source: tl.tuple, targets: tl.tuple, amax: tl.tensor, how: tl.tuple) -> None:
+    def _cast(source: tl.tuple, target: tl.tuple, target_t: tl.tuple, amax: tl.tensor, how: tl.tuple) -> None:
         expert, first, end, padded = locate(source, how)
-        if expert >= source.num_experts:
-            return
         start = tl.program_id(1).to(tl.int64) * how.tile
         rows, columns = first + tl.arange(0, how.tile), start + tl.arange(0, how.tile)
         values, magnitude = _read(source, rows, columns, end)
-        whole, blocks, blocks_t = None, None, None
+        whole, blocks, blocks_t = 0.0, 0, 0
         if amax is not None or how.block_rows > 1:
             whole = tl.max(tl.max(magnitude, 1), 0)
         if amax is not None:
-            tl.atomic_max(amax + expert, whole)
+            tl.atomic_max(amax + expert, whole, mask=first < end)
         if how.block_rows > 1:
             whole = _inverse(whole, how)
         if how.swizzles:
             blocks, blocks_t = tl.cdiv(source.num_columns, how.block), tl.cdiv(source.num_rows, how.block)
-        if targets[0] is not None:
+        if how.has_rows:
             length = (source.num_columns - start + how.unit - 1) // how.unit * how.unit
             place = expert, rows, rows < end, padded // how.tile, start, length, blocks
-            _write(targets[0], (values, magnitude, whole), place, how)
-        if targets[1] is not None:
+            _write(target, (values, magnitude, whole), place, how)
+        if how.has_columns:
             length = (end - first + how.unit - 1) // how.unit * how.unit
-            place = expert, columns, columns < source.num_columns, start // how.tile, padded, length, blocks_t
-            _write(targets[1], (tl.trans(values), tl.trans(magnitude), whole), place, how)
+            is_row = (columns < source.num_columns) & (first < end)
+            place = expert, columns, is_row, start // how.tile, padded, length, blocks_t
+            _write(target_t, (tl.trans(values), tl.trans(magnitude), whole), place, how)
 
 
 class Plan(NamedTuple):
@@ -275,8 +272,9 @@ def fp8_cast(x: Tensor, others: Sequence[Tensor | None], *, plan: Sequence[int],
         _target(out[2], out[3], given=given_t) if how.has_columns else None,
     )
     flags, largest = (bool(how.power_of_two), bool(how.swizzles)), torch.finfo(dtype).max
-    constants = How(lanes, TILE, how.unit, how.block_rows, how.block, *flags, largest).constants()
-    _cast[grid](source, targets, out[4].zero_() if how.measures else None, constants, num_warps=WARPS)
+    sizes, forms = (TILE, how.unit, how.block_rows, how.block), (bool(how.has_rows), bool(how.has_columns))
+    constants = How(lanes, *sizes, *flags, largest, *forms).constants()
+    _cast[grid](source, *targets, out[4].zero_() if how.measures else None, constants, num_warps=WARPS)
     return out
 
 

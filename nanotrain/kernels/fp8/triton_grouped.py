@@ -66,9 +66,7 @@ if triton is not None:
             length = (stop - start + how.unit - 1) // how.unit * how.unit
         else:
             expert, start, end, _ = locate(source, how)
-            rows, first, length = start + inner, 0, out.length
-        if expert >= source.num_experts:
-            return
+            rows, first, length = start + inner, 0, tl.where(expert < source.num_experts, out.length, 0)
         is_row, is_column, expert = rows < end, columns < out.num_columns, expert.to(tl.int64)
         place_a = expert * a.strides[0] + rows[:, None].to(tl.int64) * a.strides[1] + first + inner[None, :]
         place_b = expert * b.strides[0] + columns[None, :].to(tl.int64) * b.strides[1] + first + inner[:, None]
