@@ -54,6 +54,7 @@ from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.parallel.pp.schedules import build_schedule
 from nanotrain.parallel.pp.simulate import simulate
 from nanotrain.parallel.tp.layers import TensorParallel
+from nanotrain.planner.dry_run.stand_ins import EvenCounts
 from nanotrain.precision.dtypes import TORCH_DTYPES, Precision
 from nanotrain.precision.fp8 import GROUPED_CAPABILITY, RECIPES
 from nanotrain.spec.counts import flops_per_token, peak_flops
@@ -255,6 +256,7 @@ def _model_parallel(plan: Plan, *, is_fused: bool) -> Iterator[ModelParallel]:
             tp=TensorParallel(group("tp"), plan.config.parallel.sequence_parallel),
             ep=group("ep"),
             etp=group("etp"),
+            ranks_per_node=plan.config.parallel.moe_hierarchical_dispatch,
             sequence=group("tp_cp"),
             recompute=recompute,
         )
@@ -266,16 +268,9 @@ def _model_parallel(plan: Plan, *, is_fused: bool) -> Iterator[ModelParallel]:
 @contextmanager
 def _even_routing(plan: Plan) -> Iterator[None]:
     """Let every rank send equally many tokens to every other, as the meta device has no counts."""
-    moe, train = plan.shape.moe, plan.config.train
-    if moe is None:
-        yield
-        return
-    ep, etp = plan.groups["ep"].size, plan.groups["etp"].size
+    train = plan.config.train
     num_tokens = train.micro_batch_size * plan.config.data.seq_length // plan.groups["tp"].size
-    ends = [num_tokens * moe.router_topk * index // ep for index in range(ep + 1)]
-    others = [0] * (moe.num_experts // ep - 1)  # the first expert of every rank has the tokens of all
-    counts = [n for start, end in zip(ends, ends[1:], strict=False) for n in (end - start, *others)]
-    with patch.object(token_dispatcher, "on_host", lambda _: counts * (1 + etp)):
+    with patch.object(token_dispatcher, "on_host", EvenCounts(plan, num_tokens)):
         yield
 
 

@@ -50,10 +50,15 @@ def start_all_to_all(
         return Work.completed(output)
     num_sent = sum(input_splits) - input_splits[group.index]
     row_bytes = tensor[:1].numel() * tensor.itemsize if len(tensor) else 0
-    group.record("all_to_all", num_bytes=num_sent * row_bytes)
+    group.record(group.part_of[2] if group.part_of else "all_to_all", num_bytes=num_sent * row_bytes)
     with translate_errors("all_to_all", group):
         handle = dist.all_to_all_single(
-            output, tensor, list(output_splits), list(input_splits), group=group.process_group, async_op=True
+            output,
+            tensor,
+            group.all_splits(output_splits),
+            group.all_splits(input_splits),
+            group=group.process_group,
+            async_op=True,
         )
     return Work(lambda: output, op="all_to_all", group=group, handles=[handle], keep=[output, tensor])
 
@@ -113,13 +118,16 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.trip.newest.wait(), None
+        work = ctx.trip.newest
+        del ctx.trip.newest
+        return work.wait(), None
 
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, trip: _Trip) -> Tensor:
         ctx.trip = trip
+        del trip.newest  # it would keep the rows until the backward
         return output.view_as(output)
 
     @staticmethod

@@ -11,6 +11,7 @@ counted, nor are Python objects.
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -95,6 +96,7 @@ class Group:
         self.size, self.rank, self.is_first = spec.size, spec.rank, spec.is_first
         self.traffic, self.heartbeat = traffic or TrafficCounter(), heartbeat or Heartbeat()
         self.levels = tuple(levels)
+        self.part_of: tuple[int, Sequence[int], str] | None = None  # see `part`
         self._message_timeout: tuple[timedelta, ...] = ()
 
     @classmethod
@@ -109,6 +111,26 @@ class Group:
     def is_gloo(self) -> bool:
         """Whether gloo carries its collectives; False for a group of one rank."""
         return self.process_group is not None and dist.get_backend(self.process_group) == "gloo"
+
+    def part(self, indices: Sequence[int], name: str) -> "Group":
+        """Some ranks of this group, for all-to-alls that every rank of this group starts with a part of its own.
+
+        Such a part has no process group of its own: ranks outside of it send and receive nothing. Its traffic is
+        counted as `name`.
+        """
+        spec = GroupSpec(self.name, tuple(self.ranks[index] for index in indices), indices.index(self.index))
+        common: Any = {"traffic": self.traffic, "coords_text": self.coords_text, "heartbeat": self.heartbeat}
+        group = Group(spec, self.process_group, **common)
+        group.part_of = self.size, indices, name
+        return group
+
+    def all_splits(self, splits: Sequence[int]) -> list[int]:
+        """Split sizes for every rank of the process group, from those for the ranks of this group."""
+        if self.part_of is None:
+            return list(splits)
+        size, indices, _ = self.part_of
+        sizes = dict(zip(indices, splits, strict=True))
+        return [sizes.get(index, 0) for index in range(size)]
 
     def record(self, op: str, *, num_bytes: int) -> None:
         """Count and record that a collective of this rank begins, with the bytes that it sends."""

@@ -49,6 +49,7 @@ class ModelParallel:
     dp: Group  # ranks that read different samples
     recompute: Recompute = field(default_factory=Recompute)  # recomputation in the stage
     tracks_logits: bool = False  # attention layers keep their largest logits, for QK-clip
+    ranks_per_node: int | None = None  # a token is sent to every so many ranks of ep once; None: to every expert
     layers_in_bf16: frozenset[int] = frozenset()  # layers without fp8, where others have it
 
     def of_layer(self, layer: int) -> "ModelParallel":

@@ -64,7 +64,7 @@ class MoELayer(nn.Module):
             recompute=parallel.recompute,
         )
         may_drop = moe.expert_capacity_factor is not None
-        options = DispatchOptions(may_drop, parallel.recompute)
+        options = DispatchOptions(may_drop, parallel.ranks_per_node, parallel.recompute)
         self._dispatcher = build_token_dispatcher(moe.num_experts, ep=parallel.ep, etp=parallel.etp, options=options)
         of_experts, num_local = params.submodule("experts"), moe.num_experts // parallel.ep.size
         linears = {name: of_experts.linear(name) for name in EXPERT_LINEARS if of_experts.submodule(name)}

@@ -269,21 +269,28 @@ class Layers(RankSizes):
         router = tokens * moe.num_experts * ROUTER_BYTES + tokens * self.width
         launches = (ROUTER_LAUNCHES, ROUTER_LAUNCHES)
         part = self.memory("moe", router, backward=2 * router, launches=launches)
+        width = moe.shared_expert_intermediate_size
+        shared = [] if width is None else self.mlp("moe", width)
         parts = [self.paced(part, is_graphed=self.scenario.cuda_graphs)]
-        parts.append(self.dispatch(pairs, tokens))
+        parts.append(self._beside(self.dispatch(pairs, tokens), shared))
         num_local, received = moe.num_experts // self.ep, pairs * self.etp
         parts += self.linear("moe", (received, inner * (1 + shape.is_gated), hidden), num_experts=num_local)
         parts.append(self.activation("moe_act", received * inner))
         parts += self.linear("moe", (received, hidden, inner), num_experts=num_local)
-        parts.append(self.dispatch(pairs, tokens))
-        if moe.shared_expert_intermediate_size is not None:
-            parts += self.mlp("moe", moe.shared_expert_intermediate_size)
-        return parts
+        return [*parts, self.dispatch(pairs, tokens), *shared]
+
+    def _beside(self, dispatch: Part, shared: Parts) -> Part:
+        """A dispatch of tokens, and of their gradients, that the shared expert hides a part of."""
+        if not self.engine.overlaps_shared_expert:
+            return dispatch
+        share = self.engine.kernel_factor * (1 - self.engine.contention)
+        forward, backward = (share * sum(times) for times in ((p.forward for p in shared), (p.dgrad for p in shared)))
+        return replace(dispatch, before=max(0.0, dispatch.before - forward), last=max(0.0, dispatch.last - backward))
 
     def dispatch(self, pairs: int, tokens: int) -> Part:
         """Tokens to their experts, or back: a permutation, and an all-to-all over ep with a gather over etp."""
-        is_flex, sent = self.scenario.dispatcher == "flex", pairs * self.width
-        moved = (pairs + tokens) * self.width * (1 if is_flex else 2)
+        is_flex, sent = self.scenario.dispatcher in ("flex", "hierarchical"), pairs * self.width
+        moved = (pairs + tokens) * self.width * (1 if self.scenario.dispatcher == "flex" else 2)
         part = self.paced(self.memory("moe", moved, backward=moved, launches=(4, 4)))
         num_nodes = self.ep * self.etp // self.gpu.gpus_per_node
         if self.scenario.dispatcher == "allgather":

@@ -43,6 +43,7 @@ class Engine:
     bucket_numel: int | None = None  # parameters of a gradient bucket; None: as configured
     overlaps_grads: bool | None = None  # reductions overlap with the last backward; None: as configured
     overlaps_params: bool | None = None  # gathers overlap with the first forward; None: as configured
+    overlaps_shared_expert: bool = False  # it is computed while tokens travel to the others
     splits_by_weights: bool = False  # stages have equal shares of the products' weights, the head included
     needs_layout: bool = False  # stages of unequal lengths need a layout, which is taken to balance their work
     zero_all_reduces: bool = False  # ZeRO-1 all-reduces gradients
@@ -71,7 +72,7 @@ class Scenario:
     gpu: GPU  # of every rank
     engine: Engine  # training program
     matmul_dtype: str  # of the products of linear layers: bf16, fp8, mxfp8, nvfp4, fp16 or fp32
-    dispatcher: str = "alltoall"  # of tokens to experts: alltoall, allgather or flex (DeepEP, HybridEP)
+    dispatcher: str = "alltoall"  # of tokens: alltoall, allgather, hierarchical or flex (DeepEP, HybridEP)
     imbalance: float = 1.0  # tokens of the busiest expert-parallel rank, relative to an even share
     cuda_graphs: bool = False  # the host launches a layer at once
     tp_overlap: str | None = None  # instead of the engine's
@@ -222,6 +223,7 @@ def scenario_of(
     dp = config.parallel.data_parallel_size(world_size)
     train = replace(config.train, global_batch_size=global_batch_size(config.train, dp))
     options.setdefault("matmul_dtype", _matmul_dtype(config))
+    options.setdefault("dispatcher", "hierarchical" if config.parallel.moe_hierarchical_dispatch else "alltoall")
     engine = engine_of(engine) if isinstance(engine, str) else engine
     engine = replace(engine, **_fields(read_data("engines")["on_cpu"])) if gpu.is_cpu else engine
     scenario = Scenario(replace(config, train=train), world_size, gpu, engine, **options)

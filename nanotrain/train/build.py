@@ -203,6 +203,7 @@ def _model_parallel(plan: Plan, context: ParallelContext, *, wgrad_queue: WgradQ
         core_attention=build_core_attention(parallel.cp_comm_type, context.group("cp"), kernels=attention.kernels()),
         ep=context.group("ep"),
         etp=context.group("etp"),
+        ranks_per_node=parallel.moe_hierarchical_dispatch,
         sequence=sequence,
         tracks_logits=config.optim.qk_clip or config.train.log_max_attention_logit,
         layers_in_bf16=layers_in_bf16(config.precision.fp8, config.model.num_layers),

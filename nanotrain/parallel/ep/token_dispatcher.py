@@ -1,6 +1,7 @@
 """Token dispatchers: tokens to their experts and back, as `MoEAlltoAllTokenDispatcher` of Megatron-LM.
 
     LocalTokenDispatcher      all experts are on this rank: permute, experts, unpermute
+    HierarchicalTokenDispatcher   a token crosses to each node once
     AllToAllTokenDispatcher   experts are sharded over ep, their matrices over etp (Lepikhin et al. 2020, section 3):
 
     permute      (token, expert) pairs sorted by expert, so those for one rank are adjacent
@@ -17,7 +18,7 @@ T tokens of this rank   K experts per token   E experts   P permuted tokens   H 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -50,16 +51,20 @@ class DispatchOptions:
     """Options of a token dispatcher."""
 
     may_drop: bool = False  # whether there can be dropped pairs
+    ranks_per_node: int | None = None  # tokens are sent to every so many ranks of ep once; None: to every expert
     recompute: Recompute = field(default_factory=Recompute)  # a recomputed forward has the counts of its first run
 
 
 def build_token_dispatcher(
     num_experts: int, *, ep: Group, etp: Group, options: DispatchOptions | None = None
-) -> "LocalTokenDispatcher | AllToAllTokenDispatcher":
+) -> "LocalTokenDispatcher | AllToAllTokenDispatcher | HierarchicalTokenDispatcher":
     """The dispatcher for experts sharded over `ep`, with matrices sharded over `etp`."""
+    options = options or DispatchOptions()
     if ep.size * etp.size == 1:
         return LocalTokenDispatcher(num_experts)
-    return AllToAllTokenDispatcher(num_experts, ep=ep, etp=etp, options=options or DispatchOptions())
+    if options.ranks_per_node is not None and options.ranks_per_node < ep.size:
+        return HierarchicalTokenDispatcher(num_experts, ep=ep, etp=etp, options=options)
+    return AllToAllTokenDispatcher(num_experts, ep=ep, etp=etp, options=options)
 
 
 class LocalTokenDispatcher:
@@ -93,7 +98,12 @@ class AllToAllTokenDispatcher:
 
     def __call__(self, x: Tensor, routing: Routing, *, kept: "KeptSplits | None" = None) -> Finish:
         """Send tokens [T, H]; `kept` takes the split sizes, and has them in a recomputed forward."""
-        kept = {} if kept is None else kept
+        return self.send(x, routing, kept={} if kept is None else kept)[0]
+
+    def send(
+        self, x: Tensor, routing: Routing, *, kept: "KeptSplits"
+    ) -> tuple[Finish, Callable[[Tensor], Work[Tensor]]]:
+        """Permute and send tokens [T, H]; also returns a function that sends further rows [T, ...] the same way."""
         permutation = routing.permutation or plan_permutation(routing.topk_ids, self._num_experts)
         if not (self._options.recompute.is_recomputing and self in kept):
             kept[self] = self._start_counts(permutation.tokens_per_expert)
@@ -101,22 +111,22 @@ class AllToAllTokenDispatcher:
         num_sent = sum(kept[self].wait().ep_inputs) if self._options.may_drop else routing.topk_ids.numel()
         permuted = permute(x, permutation, num_permuted=num_sent)
         splits = kept[self].wait()
-        there = {"input_splits": splits.ep_inputs, "output_splits": splits.ep_outputs}
         back = {"input_splits": splits.ep_outputs, "output_splits": splits.ep_inputs}
-        arriving = start_differentiable_all_to_all(permuted, self._ep, **there)
+        there = {"input_splits": splits.ep_inputs, "output_splits": splits.ep_outputs}
+        arriving = [start_differentiable_all_to_all(permuted, self._ep, **there)]  # taken out, so that rows are freed
+
+        def send(rows: Tensor) -> Work[Tensor]:
+            permuted = permute(rows, permutation, num_permuted=num_sent)
+            return start_differentiable_all_to_all(permuted, self._ep, **there)
 
         def finish(run_experts: RunExperts) -> Tensor:
-            permuted = _all_gather(arriving.wait(), self._etp, splits=splits.etp)
-            order = _expert_order(splits.tokens_per_expert, num_permuted=sum(splits.etp))
-            inverse = inverse_of(order)
-            permuted = reorder(permuted, order, inverse=inverse)
-            permuted = run_experts(permuted, _offs(splits.tokens_per_expert.sum(0)))
-            permuted = reorder(permuted, inverse, inverse=order)
+            permuted = _all_gather(arriving.pop().wait(), self._etp, splits=splits.etp)
+            permuted = _in_expert_order(permuted, splits, run_experts=run_experts)
             permuted = _reduce_scatter(permuted, self._etp, splits=splits.etp)
             permuted = start_differentiable_all_to_all(permuted, self._ep, **back).wait()
             return unpermute(permuted, permutation, topk_weights=routing.topk_weights)
 
-        return finish
+        return finish, send
 
     def _start_counts(self, sent: Tensor) -> "Work[_Splits]":
         """Exchange the token counts of this rank [E] int32; the host waits for their copy, not for the device."""
@@ -128,13 +138,61 @@ class AllToAllTokenDispatcher:
             work.wait()
             work = start_all_gather_into(counts[1:], received, group=self._etp)
         copy = HostCopy.after(work, counts.flatten())
-        arrived = Work(lambda: on_host(copy), op="all_to_all", group=self._ep, keep=[counts])
+        arrived = Work(lambda: on_host(copy, counts, ep=self._ep), op="all_to_all", group=self._ep, keep=[counts])
         return arrived.then(lambda numbers: _Splits.of(numbers, counts, ep=self._ep, etp=self._etp))
 
 
-def on_host(counts: HostCopy) -> list[int]:
-    """Token counts on the host, which waits until they are copied."""
-    return [int(count) for count in counts.read()]
+class HierarchicalTokenDispatcher:
+    """A token is sent once to every node of its experts, and copied to their ranks there (DeepEP, HybridEP).
+
+    across   token --> the rank with the same index in each node that it goes to, with its experts and weights
+    inside   that rank --> the ranks of its experts; the outputs of a node are summed there and sent back as one row
+
+    Consecutive ranks of `ep` form a node; with nodes of one rank a token is sent to every rank once, however many of
+    its experts are there. The sum of a node is rounded to the dtype of the tokens, and the host waits twice per layer.
+    """
+
+    keeps_dropped = False
+
+    def __init__(self, num_experts: int, *, ep: Group, etp: Group, options: DispatchOptions) -> None:
+        size = options.ranks_per_node or 1
+        assert ep.size % size == 0, "checked by the rules of layouts"
+        self._num_nodes, options = ep.size // size, replace(options, may_drop=True)
+        node, index = divmod(ep.index, size)
+        self._experts = range(node * num_experts // self._num_nodes, (node + 1) * num_experts // self._num_nodes)
+        rail = ep.part(range(index, ep.size, size), "all_to_all_across")
+        inside = ep.part(range(node * size, (node + 1) * size), "all_to_all")
+        single = Group.single_rank("etp")
+        self._across = AllToAllTokenDispatcher(self._num_nodes, ep=rail, etp=single, options=options)
+        self._inside = AllToAllTokenDispatcher(len(self._experts), ep=inside, etp=etp, options=options)
+
+    def __call__(self, x: Tensor, routing: Routing, *, kept: "KeptSplits | None" = None) -> Finish:
+        """Send tokens [T, H]."""
+        kept, experts, num_nodes = {} if kept is None else kept, self._experts, self._num_nodes
+        ids, weights = routing.topk_ids, routing.topk_weights
+        is_reached = torch.zeros(len(ids), num_nodes + 1, dtype=torch.bool, device=ids.device)
+        is_reached.scatter_(1, ids // len(experts), True)  # the last column: dropped pairs
+        numbers = torch.arange(num_nodes, device=ids.device)
+        is_reached = is_reached[:, :-1]
+        to_nodes = Routing(torch.where(is_reached, numbers, num_nodes), is_reached.float())
+        finish_across, send = self._across.send(x, to_nodes, kept=kept)
+        chosen = send(torch.cat([ids.to(weights.dtype), weights], 1))  # expert numbers are exact in fp32
+
+        def finish(run_experts: RunExperts) -> Tensor:
+            def run_node(rows: Tensor, _: Tensor) -> Tensor:
+                ids, weights = chosen.wait().tensor_split(2, 1)
+                local = ids.detach().long() - experts.start
+                local = torch.where((local >= 0) & (local < len(experts)), local, len(experts))
+                return self._inside(rows, Routing(local, weights), kept=kept)(run_experts)
+
+            return finish_across(run_node)
+
+        return finish
+
+
+def on_host(copy: HostCopy, counts: Tensor, *, ep: Group) -> list[int]:
+    """Token counts [1 + etp, E] on the host, which waits until they are copied."""
+    return [int(count) for count in copy.read()]
 
 
 @dataclass(frozen=True)
@@ -174,6 +232,17 @@ def _reduce_scatter(permuted: Tensor, group: Group, *, splits: list[int]) -> Ten
     num_permuted = splits[group.index]
     partials = all_to_all(permuted, group, input_splits=splits, output_splits=[num_permuted] * group.size)
     return partials.view(group.size, num_permuted, permuted.shape[1]).sum(0)
+
+
+def _in_expert_order(permuted: Tensor, splits: _Splits, *, run_experts: RunExperts) -> Tensor:
+    """The outputs of the experts for tokens in the order of their source ranks."""
+    offs = _offs(splits.tokens_per_expert.sum(0))
+    if len(offs) == 1:
+        return run_experts(permuted, offs)
+    order = _expert_order(splits.tokens_per_expert, num_permuted=sum(splits.etp))
+    inverse = inverse_of(order)
+    permuted = run_experts(reorder(permuted, order, inverse=inverse), offs)
+    return reorder(permuted, inverse, inverse=order)
 
 
 def _expert_order(tokens_per_expert: Tensor, *, num_permuted: int) -> Tensor:

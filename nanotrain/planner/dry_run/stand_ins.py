@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanotrain.attention import flex, varlen
 from nanotrain.comm.device import Copy, HostTransfer
+from nanotrain.comm.group import Group
 from nanotrain.comm.recorder import unrecorded
 from nanotrain.kernels import grouped
 from nanotrain.memory import offload as activation_offload
@@ -26,6 +27,7 @@ from nanotrain.parallel.ep import token_dispatcher
 from nanotrain.parallel.tp import loss
 from nanotrain.train import build
 from nanotrain.train.plans.plan import Plan
+from nanotrain.train.plans.traffic import reached_nodes
 
 
 @contextmanager
@@ -41,7 +43,7 @@ def on_meta(plan: Plan) -> Iterator[None]:
             *((kernel, "__call__", _attend_packed) for kernel in kernels),
             (loss, "softmax_gradient", _softmax_gradient),
             (grouped, "_grouped_mm", _grouped_mm),
-            (token_dispatcher, "on_host", _EvenCounts(plan)),
+            (token_dispatcher, "on_host", EvenCounts(plan, _routed_tokens(plan))),
             (build, "initialize", lambda *_, **__: None),
             *((module, "HostTransfer", _MetaTransfer) for module in (activation_offload, optimizer_offload)),
             *((module, "host_zeros", _host_zeros) for module in (state, stored)),
@@ -92,21 +94,31 @@ def _softmax_gradient(
     return ((logits.gather(1, column).float() - logsumexp) * is_local)[:, 0], logits
 
 
-class _EvenCounts:
-    """The token counts of a rank whose router chooses every expert equally often."""
+def _routed_tokens(plan: Plan) -> int:
+    tokens = plan.config.train.micro_batch_size * plan.config.data.seq_length
+    return tokens // plan.groups["cp"].size // plan.groups["tp"].size
 
-    def __init__(self, plan: Plan) -> None:
-        moe, (ep, etp) = plan.shape.moe, (plan.groups[axis] for axis in ("ep", "etp"))
+
+class EvenCounts:
+    """The token counts of a rank whose router chooses every expert equally often.
+
+    Args:
+        plan: plan of a rank.
+        num_tokens: tokens that it routes in a microbatch.
+    """
+
+    def __init__(self, plan: Plan, num_tokens: int) -> None:
+        moe, size = plan.shape.moe, plan.config.parallel.moe_hierarchical_dispatch or 1
         if moe is not None:
-            tokens = plan.config.train.micro_batch_size * plan.config.data.seq_length
-            pairs = tokens // plan.groups["cp"].size // plan.groups["tp"].size * moe.router_topk
-            sizes = [pairs * (i + 1) // ep.size - pairs * i // ep.size for i in range(ep.size)]
-            others = [0] * (moe.num_experts // ep.size - 1)  # the first expert of every rank has the tokens of all
-            sums = [*sizes, *[sizes[ep.index]] * ep.size * etp.size]
-            self._numbers = [number for size in sums for number in (size, *others)]
+            num_nodes = plan.groups["ep"].size // size
+            self._pairs, self._rows = num_tokens * moe.router_topk, num_tokens * reached_nodes(moe, num_nodes)
 
-    def __call__(self, counts: Any) -> list[int]:
-        return self._numbers
+    def __call__(self, copy: Any, counts: Tensor, *, ep: Group) -> list[int]:
+        pairs = self._rows if ep.part_of and ep.part_of[2] == "all_to_all_across" else self._pairs
+        sizes = [pairs * (i + 1) // ep.size - pairs * i // ep.size for i in range(ep.size)]
+        others = [0] * (counts.shape[1] // ep.size - 1)  # the first expert of every rank has the tokens of all
+        sums = [*sizes, *[sizes[ep.index]] * ep.size * (len(counts) - 1)]
+        return [number for size in sums for number in (size, *others)]
 
 
 class _MetaTransfer(HostTransfer):

@@ -4,7 +4,8 @@
     embedding       gradients of the tied embedding: embed
     pipeline        hidden states and their gradients: pp
     attention       keys, values and outputs: cp, by core attention
-    experts         tokens: ep, etp; for routers that choose every expert equally often
+    experts         tokens: ep, etp; for routers that choose every expert equally often, and as many nodes per token as
+                    there can be
     matrices        hidden matrices of Muon: shard and replicate groups, tp, etp
 
 The counts equal those of `comm/group.py` in a run; a recomputed forward counts twice. Not included: tensor
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from nanotrain.comm.group import reduced_bytes
+from nanotrain.config.model import MoEConfig
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.optim.matrix_update import WholeMatrices, grid_groups, plan_matrices
 from nanotrain.parallel.dp.fp8_weights import scales_shape
@@ -163,9 +165,26 @@ def experts(plan: Plan) -> Iterator[tuple[Key, int]]:
     passes = ((_layers(plan), TOKEN_TRIPS, counts), (recomputed_layers(plan, "moe"), TOKEN_TRIPS // 2, 0))
     for layers, trips, counted in passes:
         number = plan.num_microbatches * sum(map(plan.shape.has_experts, layers))
+        nodes = plan.groups["ep"].size // (plan.config.parallel.moe_hierarchical_dispatch or plan.groups["ep"].size)
+        if nodes > 1:  # one row per token and node, with the numbers and weights of its experts in fp32
+            rows = num_tokens * reached_nodes(moe, nodes)
+            row_bytes = trips * routed // (num_tokens * moe.router_topk) + trips // 2 * 8 * moe.router_topk
+            across = rows * row_bytes + (nodes * COUNT_BYTES if counted else 0)
+            yield ("ep", "all_to_all_across"), number * reduced_bytes(across, nodes)
         for (group, operation), count in EXPERT_BYTES.items():
-            size = plan.groups[group].size
-            yield (group, operation), number * count(trips * routed, counted, size)
+            size, shared = plan.groups[group].size, nodes if group == "ep" else 1  # ranks of a node, experts of a node
+            yield (group, operation), number * count(trips * routed, counted // nodes, size // shared)
+
+
+def reached_nodes(moe: MoEConfig, num_nodes: int) -> int:
+    """The most nodes that hold experts of one token; experts are chosen from a few groups where there are groups.
+
+    >>> reached_nodes(MoEConfig(num_experts=64, router_topk=8, router_num_groups=8, router_group_topk=4), 8)
+    4
+    """
+    groups, group_topk = moe.router_num_groups or 1, moe.router_group_topk or 1
+    is_inside = groups % num_nodes == 0  # every group on one node
+    return min(num_nodes, moe.router_topk, group_topk if is_inside else num_nodes)
 
 
 def recomputed_layers(plan: Plan, module: str) -> list[int]:

@@ -1,17 +1,22 @@
 """Token dispatch gives the same on any number of ranks and sends no more bytes than needed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from nanotrain.comm.group import Group
+from nanotrain.config.load import load
 from nanotrain.parallel.ep.token_dispatcher import (
     AllToAllTokenDispatcher,
     DispatchOptions,
+    HierarchicalTokenDispatcher,
     LocalTokenDispatcher,
     Routing,
     build_token_dispatcher,
 )
-from nanotrain.train.plans.traffic import COUNT_BYTES, EXPERT_BYTES, TOKEN_TRIPS
+from nanotrain.train.plans.plan import plan_run
+from nanotrain.train.plans.traffic import COUNT_BYTES, EXPERT_BYTES, TOKEN_TRIPS, sent_bytes
 from tests.harness import run_ranks
 
 E, H, T, K = 8, 4, 12, 3
@@ -48,14 +53,14 @@ def times_expert(first, last, share=1.0):
     return run
 
 
-def equals_local(ctx):
+def equals_local(ctx, ranks_per_node=None):
     ep, etp = ctx.group("ep"), ctx.group("etp")
     x, routing, grad = tokens_of(ctx.rank)
     expected = outcome(LocalTokenDispatcher(E), x, routing, grad, run_experts=times_expert(0, E))
     size = E // ep.size
     mine = times_expert(ep.index * size, (ep.index + 1) * size, share=1 / etp.size)
-    dispatch = build_token_dispatcher(E, ep=ep, etp=etp, options=DROPS)
-    assert isinstance(dispatch, AllToAllTokenDispatcher)
+    dispatch = build_token_dispatcher(E, ep=ep, etp=etp, options=replace(DROPS, ranks_per_node=ranks_per_node))
+    assert isinstance(dispatch, HierarchicalTokenDispatcher if ranks_per_node else AllToAllTokenDispatcher)
     for actual, wanted in zip(outcome(dispatch, x, routing, grad, run_experts=mine), expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
     return [(routing.topk_ids // size == rank).sum().item() for rank in range(ep.size)], ctx.traffic.bytes(
@@ -69,6 +74,36 @@ SHARDINGS = [(2, {"ep": 2}), (2, {"etp": 2}), (4, {"ep": 4}), (4, {"ep": 2}), (4
 @pytest.mark.parametrize(("num_ranks", "sizes"), SHARDINGS)
 def test_any_sharding_of_the_experts_equals_one_rank(num_ranks, sizes):
     run_ranks(num_ranks, equals_local, **sizes, shares=True)
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+@pytest.mark.parametrize("sizes", [{"ep": 4}, {"ep": 4, "etp": 2}])
+def test_tokens_that_cross_to_a_node_once_give_the_same(sizes, ranks_per_node):
+    run_ranks(4 * sizes.get("etp", 1), equals_local, ranks_per_node, **sizes)
+
+
+def send_to_every_node(ctx, ranks_per_node):
+    """Every token chooses the same number of experts of every node; bytes across nodes and inside of one."""
+    experts = (torch.arange(16)[:, None] + torch.arange(4) * 2) % E
+    x, weights = torch.ones(16, 32, requires_grad=True), torch.ones(16, 4, requires_grad=True)
+    options = DispatchOptions(ranks_per_node=ranks_per_node)
+    dispatch = build_token_dispatcher(E, ep=ctx.group("ep"), etp=ctx.group("etp"), options=options)
+    dispatch(x, Routing(experts, weights))(lambda rows, offs: rows * 2).sum().backward()
+    return {("ep", op): ctx.traffic.bytes("ep", op) for op in ("all_to_all_across", "all_to_all")}
+
+
+MODEL = ["--mock-data", "--num-layers=1", "--hidden-size=32", "--num-attention-heads=2", "--vocab-size=64"]
+MODEL += ["--seq-length=16", "--num-experts=8", "--moe-router-topk=4", "--moe-ffn-hidden-size=16"]
+MODEL += ["--micro-batch-size=1", "--global-batch-size=4"]
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_bytes_across_nodes_are_those_of_the_plan(ranks_per_node):
+    flags = [*MODEL, "--expert-model-parallel-size=4", f"--moe-hierarchical-dispatch={ranks_per_node}"]
+    planned = sent_bytes(plan_run(load(flags).config, 4, rank=0))
+    for sent in run_ranks(4, send_to_every_node, ranks_per_node, ep=4):
+        assert sent == {key: planned.get(key, 0) for key in sent}
+        assert sent["ep", "all_to_all_across"] > 0 and (sent["ep", "all_to_all"] > 0) == (ranks_per_node > 1)
 
 
 def send_all_to_the_first_experts(ctx):

@@ -1,5 +1,7 @@
 """Stand-ins save what the kernels of a GPU save."""
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 
@@ -40,7 +42,8 @@ def test_every_expert_gets_equally_many_tokens() -> None:
 
     plan = plan_of("--expert-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 4", 4)
     with on_meta(plan):
-        numbers = token_dispatcher.on_host(HostCopy(torch.empty(0, device="meta")))
+        counts, ep = torch.empty(2, 8, device="meta"), SimpleNamespace(size=4, index=0, part_of=None)
+        numbers = token_dispatcher.on_host(HostCopy(counts), counts, ep=ep)
     assert plan.shape.moe is not None
-    pairs, size = plan.config.data.seq_length * plan.shape.moe.router_topk, plan.shape.moe.num_experts // 4
+    pairs, size = plan.config.data.seq_length * plan.shape.moe.router_topk, 8 // 4
     assert [sum(numbers[start : start + size]) for start in range(0, len(numbers), size)] == [pairs // 4] * 8
