@@ -1,6 +1,6 @@
 """`nanotrain data COMMAND ...`: which documents a run has read and will read.
 
-step | find | ledger
+step | find | ledger | mix
 """
 
 import json
@@ -63,6 +63,18 @@ def tokens_read(argv: Sequence[str]) -> int:
     return 0
 
 
+def mix(argv: Sequence[str]) -> int:
+    """Ask the running job of a run folder to change the weights of its corpora from a step on."""
+    args = CommandParser("data mix", mix).parse_args(argv)
+    from nanotrain.data.mix import request_mix
+    from nanotrain.data.order import DataOrder
+
+    DataOrder.read(args.run)  # it is a run's
+    request_mix(args.run, args.weights, step=args.step)
+    print(f"{args.run}: the job takes the request at its next logged step")
+    return 0
+
+
 def _print_rows(rows: Sequence[dict[str, Any]], *, as_json: bool) -> None:
     """One JSON object per line, or columns."""
     if as_json:
@@ -79,4 +91,4 @@ def _shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-DATA_COMMANDS: dict[str, Command] = {"step": step, "find": find, "ledger": tokens_read}
+DATA_COMMANDS: dict[str, Command] = {"step": step, "find": find, "ledger": tokens_read, "mix": mix}

@@ -6,6 +6,7 @@ runs/<name>/
   starts.jsonl       one JSON object per start of the run: step, time, number of ranks, changed settings
   metrics.jsonl      one JSON object per step; metrics-superseded.jsonl has rows of repeated steps
   data-order.jsonl   what the order of the samples follows from, per start and rollback; read by `nanotrain data`
+  data-mix.jsonl     stages of the data after `nanotrain data mix`, by the step at which the job took it
   samples.jsonl      texts generated at the end of training: {"step", "text"}
   report.html        the report of the run
   run.lock           held by the job that trains in the folder

@@ -38,6 +38,7 @@ from nanotrain.data.build import build_data, first_blend, tokenizer_of, uses_qui
 from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.data_path import parse_data_path
 from nanotrain.data.indexed import IndexedTokens
+from nanotrain.data.mix import with_recorded_mix
 from nanotrain.data.tasks import Task, read_task
 from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
 from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
@@ -85,7 +86,11 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
     check_layout(config)
     required = {"train", "valid"} if config.validates else {"train"}
     assert config.model.vocab_size, "set by _with_vocabulary"
-    datasets = build_data(data, vocab_size=config.model.vocab_size, seed=config.train.seed, required=required)
+    build = partial(build_data, vocab_size=config.model.vocab_size, seed=config.train.seed)
+    datasets, mixed = build(data, required=required), with_recorded_mix(config.data, folder.path)
+    if mixed is not config.data:  # validation keeps the corpora of the command line
+        config = replace(config, data=mixed)
+        datasets = replace(datasets, train=build(mixed, required={"train"}).train)
     entries = config.train.eval_tasks
     if not entries and uses_quickstart(config.data):
         entries = [f"next-line={task_path(Path(data.data_path[0]))}"]
