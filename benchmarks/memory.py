@@ -246,9 +246,9 @@ def closed_forms(case: Case, data_parallel: DataParallel) -> tuple[int, int, int
     if strategy.shard_params:  # the tied embedding is gathered for the embedding, and with the final norm for the head
         width = case.precision.params.itemsize
         tied = sum(bucket.numel for bucket in layout.buckets if bucket.is_shared)
-        norm = layout.numel_of_units["head"]
-        bound += max(norm + tied, *layout.numel_of_units.values()) * width
-        expected_sent -= MICROBATCHES * width * norm * (case.d - 1) / case.d
+        bound += max(layout.numel_of_units["head"] + tied, *layout.numel_of_units.values()) * width
+        ends = [bucket.numel for bucket in layout.buckets if bucket.units & {"embedding", "head"}]
+        expected_sent -= MICROBATCHES * width * (sum(ends) - tied) * (case.d - 1) / case.d
     return round(expected), round(expected_sent), bound
 
 
