@@ -82,10 +82,11 @@ class ChunkGradients:
 
 @dataclass(frozen=True)
 class AttentionOps:
-    """Forward and backward for N == G and D == Dv."""
+    """Forward and backward for D == Dv, and for N == G unless they take grouped heads."""
 
     forward: Callable[[AttentionChunk], AttentionResult]
     backward: Callable[..., ChunkGradients]
+    takes_groups: bool = False  # of query heads, which share a head of keys and values
 
 
 def accumulate_dtype(tensor: Tensor) -> torch.dtype:
@@ -151,11 +152,11 @@ def _is_for_flash(chunk: AttentionChunk) -> bool:
 
 
 def _repeat_and_pad(chunk: AttentionChunk) -> AttentionChunk:
-    """Repeat key/value heads N / G times and zero-pad head dims to one multiple of 8, as CUDA's operator requires.
+    """Repeat key/value heads where the operator needs it, and zero-pad head dims to one multiple of 8, as CUDA's does.
 
     The zeros change neither scores nor outputs.
     """
-    repeats = chunk.query.shape[1] // chunk.key.shape[1]
+    repeats = 1 if _ops(chunk).takes_groups else chunk.query.shape[1] // chunk.key.shape[1]
     key, value = (x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in (chunk.key, chunk.value))
     head_dim = -(-max(key.shape[-1], value.shape[-1]) // 8) * 8
     query, key, value = (_pad(x, head_dim) for x in (chunk.query, key, value))
@@ -281,7 +282,10 @@ def _backward_rows(chunk: AttentionChunk, merged: AttentionResult, *, grad: Tens
 
 
 EAGER = AttentionOps(_forward_eager, _backward_eager)
-FUSED = {"cpu": AttentionOps(_forward_cpu, _backward_cpu), "cuda": AttentionOps(_forward_cuda, _backward_cuda)}
+FUSED = {
+    "cpu": AttentionOps(_forward_cpu, _backward_cpu),
+    "cuda": AttentionOps(_forward_cuda, _backward_cuda, takes_groups=True),
+}
 
 
 @dataclass(frozen=True)

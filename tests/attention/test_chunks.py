@@ -22,6 +22,7 @@ from nanotrain.attention.chunks import (
     merge_log_sum_exp,
 )
 from nanotrain.attention.sdpa import SDPAttention
+from nanotrain.comm.recorder import Recorder
 from nanotrain.kernels.dropout import sample_words
 from nanotrain.parallel.cp import CORE_ATTENTIONS, build_core_attention
 from nanotrain.parallel.cp.split import local_chunks
@@ -197,3 +198,13 @@ def test_every_core_attention_computes_the_same(ctx) -> None:
                     torch.distributed.all_reduce(pairs[-1][0])
                 for actual, expected in pairs:
                     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9, msg=f"{comm_type} {name}")
+
+
+def test_keys_and_values_are_not_repeated_for_the_flash_operator_of_gpus():
+    query, key = (torch.empty(1, heads, 16, 64, dtype=torch.bfloat16, device="meta") for heads in (8, 2))
+    chunk = AttentionChunk(query, key, key, None, is_causal=True, scale=0.1)
+    with Recorder() as recorder:
+        result = chunk_forward(chunk)
+        assert recorder.allocated < 2 * query.nbytes, "the output and the log-sum-exp; repeated keys would be two more"
+        gradients = chunk_backward(chunk, result, grad=torch.empty_like(query))
+    assert gradients.query.shape == query.shape and gradients.key.shape == gradients.value.shape == key.shape
