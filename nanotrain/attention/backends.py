@@ -22,13 +22,14 @@ from nanotrain.attention.call import AttentionKernel, TileKernel
 from nanotrain.attention.flex import FlexKernel
 from nanotrain.attention.sdpa import DenseKernel, LayerKernels, SdpaKernel
 from nanotrain.attention.varlen import VarlenKernel
-from nanotrain.comm.device import compute_capability
+from nanotrain.comm.device import compute_capability, cudnn_version
 from nanotrain.config.config import Config
 from nanotrain.errors import ConfigError
 
 FEATURES = ("documents", "window", "sinks", "softcap", "dropout", "all-gather cp", "ring cp")
 EVERYTHING = frozenset(FEATURES)
 AUTO = "auto"  # the value of --attention-backend that allows every automatic row
+HOPPER = (9, 0)
 FIRST_BF16 = (8, 0)  # the first CUDA compute capability with it, of kernels that older ones have too
 
 
@@ -50,6 +51,7 @@ class AttentionBackend:
     abilities: Mapping[str, Ability]  # by kind of device
     min_head_dim: int = 1
     max_head_dim: int | None = None
+    max_head_dim_hopper: tuple[int, int] | None = None  # on compute capability 9.0, and the first cuDNN that has it
     head_dim_multiple: int = 1
     value_dims: str = "any"  # beside the head dim of keys: any, "as wide as keys", or "no wider than keys"
     capability: tuple[int, int] = (0, 0)  # the first CUDA compute capability
@@ -95,11 +97,14 @@ class AttentionDevice:
     kind: str  # "cpu" or "cuda"
     capability: tuple[int, int] | None = None  # CUDA compute capability
     torch_version: tuple[int, int] = (2, 13)
+    cudnn: int = 0  # its version, 91002 for 9.10.2; 0 without it
 
     @classmethod
     def of(cls, device: torch.device) -> "AttentionDevice":
         """The description of a live device with the installed torch."""
-        return cls("cpu" if device.type == "cpu" else "cuda", compute_capability(device), installed_torch())
+        return cls(
+            "cpu" if device.type == "cpu" else "cuda", compute_capability(device), installed_torch(), cudnn_version()
+        )
 
 
 def installed_torch() -> tuple[int, int]:
@@ -132,7 +137,7 @@ def _row(name: str, row: dict[str, Any]) -> AttentionBackend:
         for kind in ("cpu", "cuda")
         if kind in row
     }
-    row |= {key: tuple(row[key]) for key in ("capability", "torch_version") if key in row}
+    row |= {key: tuple(row[key]) for key in ("capability", "torch_version", "max_head_dim_hopper") if key in row}
     return AttentionBackend(name, kernel=KERNELS[name], abilities=abilities, **row)
 
 
@@ -171,8 +176,11 @@ def _lacks_on_gpu(backend: AttentionBackend, need: AttentionNeed, *, device: Att
         missing.append(f"needs compute capability {_dotted(backend.capability)}, not {_dotted(device.capability)}")
     elif backend.is_in_graphs and need.dtype == "bf16" and (device.capability or FIRST_BF16) < FIRST_BF16:
         missing.append(f"takes bf16 from compute capability 8.0 on, not {_dotted(device.capability or FIRST_BF16)}")
-    if backend.max_head_dim is not None and width > backend.max_head_dim:
-        missing.append(f"takes heads of up to {backend.max_head_dim} channels, not {width}")
+    most, wide = backend.max_head_dim, backend.max_head_dim_hopper
+    if wide is not None and device.capability == HOPPER and device.cudnn >= wide[1]:
+        most = wide[0]
+    if most is not None and width > most:
+        missing.append(f"takes heads of up to {most} channels, not {width}")
     if (narrow := min(need.head_dim, need.value_head_dim)) < backend.min_head_dim:
         missing.append(f"takes heads of at least {backend.min_head_dim} channels, not {narrow}")
     if need.head_dim % backend.head_dim_multiple or need.value_head_dim % backend.head_dim_multiple:

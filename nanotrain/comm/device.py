@@ -1,6 +1,7 @@
 """The only file that uses `torch.cuda`: choose a rank's device, and query or control it.
 
     pick_device, describe_unused_gpus, process_group_device, device_name, compute_capability
+    cudnn_version
     synchronize
     HostTransfer    between the device and pinned host memory, beside computation
     HostCopy        a few numbers for the log, read on the host later
@@ -133,6 +134,11 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)
     return (9, 0) if device.type == "meta" else None
+
+
+def cudnn_version() -> int:
+    """The version of cuDNN, 91002 for 9.10.2; 0 without it."""
+    return torch.backends.cudnn.version() or 0
 
 
 def synchronize(device: torch.device) -> None:

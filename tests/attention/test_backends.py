@@ -165,3 +165,11 @@ def ability_text(ability: Ability | None) -> str:
 def test_the_docs_have_the_table() -> None:
     page = Path(__file__).parents[2] / "docs" / "gpu.md"
     assert backend_table() in page.read_text(), f"copy this table:\n{backend_table()}"
+
+
+def test_heads_of_mla_take_cudnn_on_hopper_from_its_version_on() -> None:
+    for cudnn, expected in ((90800, "sdpa efficient"), (91002, "cudnn")):
+        device = AttentionDevice("cuda", (9, 0), cudnn=cudnn)
+        assert choose_backend("fused", need(dims=MLA), device=device).name == expected
+    ampere = AttentionDevice("cuda", (8, 0), cudnn=91002)
+    assert choose_backend("fused", need(dims=MLA), device=ampere).name == "sdpa efficient"
