@@ -10,6 +10,7 @@ Rows rounded by power-of-two scales (rowwise, blockwise, mxfp8) need no scale in
 the same for every scale.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.parts.fp8_amaxes import fp8_layers
+from nanotrain.train.plans.plan import BufferPlan
 from nanotrain.train.plans.traffic import sent_bytes
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
@@ -173,7 +175,7 @@ class Gathered:
     planned_resident: int
     sent: dict[tuple[str, str], int]  # in one step
     planned_sent: dict[tuple[str, str], int]
-    fp8_share: float  # of the elements
+    fp8_share: float  # of the elements that are gathered
     resumed: float = 0.0  # first loss after loading what the other run saved
 
 
@@ -202,8 +204,12 @@ def _train_gathered(ctx: ParallelContext, case: Case, folder: Path) -> Gathered:
     sent, planned = {key: ctx.traffic.bytes(*key) for key in keys}, sent_bytes(run.plan)
     updates = [dp.update_buffer for dp in run.data_parallel if dp.update_buffer is not None]
     CheckpointHook().after_training(run)
-    buffers = run.plan.buffers
-    in_fp8 = sum(buffer.layout.numel for buffer in buffers if buffer.is_fp8)
+    buffers, gathers_again = run.plan.buffers, run.plan.data_parallel.strategy.shard_params
+
+    def gathered(buffers: Iterable[BufferPlan]) -> int:  # embedding and head for the forward only
+        buckets = [bucket for buffer in buffers for bucket in buffer.layout.buckets]
+        return sum(each.numel * (1 + (gathers_again and not each.units & {"embedding", "head"})) for each in buckets)
+
     return Gathered(
         losses,
         norms,
@@ -212,7 +218,7 @@ def _train_gathered(ctx: ParallelContext, case: Case, folder: Path) -> Gathered:
         planned_resident=run.plan.resident_bytes.params,
         sent=sent,
         planned_sent={key: planned.get(key, 0) for key in keys},
-        fp8_share=in_fp8 / sum(buffer.layout.numel for buffer in buffers),
+        fp8_share=gathered(buffer for buffer in buffers if buffer.is_fp8) / gathered(buffers),
     )
 
 
@@ -229,7 +235,7 @@ def test_a_gather_of_fp8_weights_changes_no_bit_and_sends_half(row: Row, tmp_pat
     Without clipping: the norm is a sum over buckets, which the flag divides otherwise.
     """
     formats = {"params_dtype": "bf16", "fp8_format": "e4m3"}
-    untied = {"untie_embeddings_and_output_weights": True}  # all buckets are gathered equally often
+    untied = {"untie_embeddings_and_output_weights": True}
     plain = case_of(row).but(model=untied, optim={"clip_grad": 0.0}, precision=formats)
     cases = [plain, plain.but(precision={"fp8_param_gather": True})]
     options = {"strategy": row.strategy} | row.sizes | row.options
