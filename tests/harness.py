@@ -133,6 +133,7 @@ def run_ranks(
         world = _World(num_ranks, timeout_s, folder, file, function.__module__, function.__qualname__)
         payload = pickle.dumps((parallel, args))
         if shares:
+            _IDLE[:] = [child for child in _IDLE if child.process.is_alive()]  # a test may end all children
             children = [_IDLE.pop() if _IDLE else _start(_run_worlds)]
             children[0].pipe.send((world, payload))
         elif threads and num_ranks > 1:

@@ -5,13 +5,16 @@ scripts/without_gpu --gpus 4 pytest -m gpu tests/gpu/test_layouts_gpu.py        
 """
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.laws.command_line import arguments, assert_same_to_the_bit, start_torchrun, steps_of, wait_for
+from tests.harness import HANG_S
+from tests.laws.command_line import arguments, assert_same_to_the_bit, steps_of
 
 DEVICE = os.environ.get("LAYOUTS_ON", "cuda")
 NUM_DEVICES = torch.cuda.device_count() if DEVICE == "cuda" else 4
@@ -44,8 +47,10 @@ pytestmark = [
 
 def train(folder: Path, num_ranks: int, *flags: str) -> Path:
     """Train under torchrun; the run folder."""
-    finished = wait_for(start_torchrun(arguments(folder, HOW, *flags), num_ranks))
-    assert finished.exit_code == 0, finished.output
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [*launcher, "-m", "nanotrain.train", *arguments(folder, HOW, *flags)]
+    finished = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANG_S)
+    assert finished.returncode == 0, finished.stdout
     return folder
 
 
