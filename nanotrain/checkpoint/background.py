@@ -197,7 +197,7 @@ def merge_apart(folder: Path, size: int, *, manifest: Manifest, is_cancelled: Ca
 def run_merge() -> None:
     """The process of `merge_apart`: reads its arguments, and writes the error or None."""
     end_with_launcher({OF_TORCHRUN: ""})  # no process writes into the folder of a save whose rank has ended
-    folder, size, manifest = pickle.load(sys.stdin.buffer)
+    folder, size, manifest = pickle.loads(sys.stdin.buffer.read())
     error: Exception | None = None
     try:
         merge_reports(folder, size, manifest=manifest)

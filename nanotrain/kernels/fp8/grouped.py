@@ -15,7 +15,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from nanotrain.kernels.fp8 import triton_grouped
 from nanotrain.kernels.fp8.layer import Fp8Layer, Operand
 from nanotrain.kernels.fp8.products import Scales, tensor_amax
 from nanotrain.kernels.fp8.quantize import Quantized, block_amax
@@ -164,6 +163,8 @@ class Fp8GroupedMM(GroupedMM):
         target = None if self._is_of_torch(Operand.GRAD) else view.start_write()
         if target is None:
             return False
+        from nanotrain.kernels.fp8 import triton_grouped  # imports Triton
+
         operands, blocks = packed(*self._columns(grad, x, offs=offs))
         triton_grouped.write_grouped_mm([*operands, offs], blocks, out=target[0], adds=target[1])
         return True
@@ -215,6 +216,8 @@ class Fp8GroupedMM(GroupedMM):
         assert a is not None and b is not None, "both were asked for"
         if a.values.dtype == b.values.dtype and self._is_of_torch(Operand.INPUT):
             return grouped_by_torch(a, b, offs=offs, sums=sums).to(dtype)
+        from nanotrain.kernels.fp8 import triton_grouped
+
         tensors, blocks = packed(a, b)
         return triton_grouped.fp8_grouped_mm([*tensors, offs], blocks=blocks, sums=sums, dtype=dtype)
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanotrain.kernels.fp8 import triton_cast
 from nanotrain.kernels.fp8.layer import Fp8Layer, Operand
 from nanotrain.kernels.fp8.quantize import Cast, Forms, Quantized, block_amax, cast, inverse_scales, quantize
 from nanotrain.kernels.fp8.scaled_mm import packed, scaled_mm, unpacked, write_scaled_mm
@@ -62,6 +61,8 @@ class Scales:
         """[E], the amax of each expert's rows; 0 where its scale follows from the history, and `cast` measures it."""
         if not self._options.is_fused:
             return tensor_amax(x)
+        from nanotrain.kernels.fp8 import triton_cast  # imports Triton
+
         earlier = self._layers[layer].earlier_amax(operand) if self._measures else None
         return triton_cast.amaxes(x, offs, unless=earlier)
 
@@ -100,6 +101,8 @@ class Scales:
         inverse = self.inverse[key] if self._options.recipe.is_per_tensor else None
         if not self._options.is_fused:
             return cast(x, how, inverse=inverse)
+        from nanotrain.kernels.fp8 import triton_cast
+
         measures = self._measures and key not in self._measured
         is_stack = offs is not None and operand is Operand.WEIGHT
         forms, amax = triton_cast.cast(x, how, inverse=inverse, offs=offs, is_stack=is_stack, measures=measures)

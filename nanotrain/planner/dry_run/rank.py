@@ -44,7 +44,8 @@ class RankRecord:
     def planned(self) -> tuple[int, int]:
         """Planned bytes before the first step, and at the peak of a step."""
         plan = plan_memory(self.plan.config, self.plan.topology.world_size, pp_rank=self.pp_index, device="cuda")
-        return plan.params + plan.grads + plan.optimizer, plan.total - PROCESS_BYTES["cuda"]
+        resident = self.plan.resident_bytes
+        return resident.params + resident.grads + resident.optimizer, plan.total - PROCESS_BYTES["cuda"]
 
     @property
     def pp_index(self) -> int:

@@ -54,7 +54,7 @@ def trained(fp8: Fp8Options, *, is_compiled: bool, writes: bool) -> list[Tensor]
     if writes:
         for param in buffers:
             start = partial(start_write, param)
-            attach(GradView(torch.float32, start, lambda: None, start), param)
+            attach(GradView(torch.float32, start, lambda: None, start_write_in_graph=start), param)
     layers = [module for block in blocks for module in block.modules() if isinstance(module, Fp8Layer)]
     for step in range(STEPS):
         for microbatch in range(2):
