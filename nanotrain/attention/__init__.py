@@ -7,6 +7,7 @@
     flex.py       FlexAttention: documents, windows, sinks, soft-capped scores
     tiles.py      documents and windows as tiles, computed and merged here
     chunks.py     attention to one chunk of keys with its log-sum-exp; softcap, sink and dropout of scores
+    delta_rule.py linear attention: the gated delta rule in chunks
 
 Attention over sequences that are sharded over ranks is in parallel/cp.
 """

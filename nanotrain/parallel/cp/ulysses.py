@@ -51,20 +51,20 @@ class UlyssesAttention:
         repeats = math.lcm(groups, cp) // groups
         if repeats > 1:
             key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
-        query, key, value = self._to_head_shards([query, key, value])
+        query, key, value = self.to_head_shards([query, key, value])
         if scores is not None:
             scores = scores.of_heads(self.group.index * query.shape[2], query.shape[2])
         out = self.sdpa(query, key=key, value=value, mask=mask, scores=scores)
-        return self._to_sequence_shards(out)
+        return self.to_sequence_shards(out)
 
-    def _to_head_shards(self, tensors: list[Tensor]) -> list[Tensor]:
+    def to_head_shards(self, tensors: list[Tensor]) -> list[Tensor]:
         """Each [B, L, n, d] -> [B, S, n / cp, d], in one all-to-all."""
         packed = torch.cat([rearrange(x, "b l (cp n) d -> b l cp (n d)", cp=self.group.size) for x in tensors], dim=-1)
         received = join_shards(self._all_to_all(rearrange(packed, "b l cp x -> cp b l x")))
         parts = received.split([x.shape[2] // self.group.size * x.shape[3] for x in tensors], dim=-1)
         return [rearrange(part, "b s (n d) -> b s n d", d=x.shape[3]) for part, x in zip(parts, tensors, strict=True)]
 
-    def _to_sequence_shards(self, out: Tensor) -> Tensor:
+    def to_sequence_shards(self, out: Tensor) -> Tensor:
         """[B, S, N / cp, Dv] -> [B, L, N, Dv]."""
         received = self._all_to_all(stack_shards(out, size=self.group.size))
         return rearrange(received, "cp b l n d -> b l (cp n) d")

@@ -17,12 +17,12 @@ def test_head_shards_are_slices_of_the_full_tensors_and_come_back(ctx):
     full = random_inputs(Shape(head_dim=12, groups=2), dtype=torch.float32)
     local = shard(full, group)
 
-    by_head = attention._to_head_shards([local.query, local.key, local.value])
+    by_head = attention.to_head_shards([local.query, local.key, local.value])
 
     for tensor, expected in zip(by_head, (full.query, full.key, full.value), strict=True):
         heads = expected.shape[2] // 2
         assert torch.equal(tensor, expected[:, :, group.index * heads : (group.index + 1) * heads])
-    assert torch.equal(attention._to_sequence_shards(by_head[0]), local.query)
+    assert torch.equal(attention.to_sequence_shards(by_head[0]), local.query)
 
 
 @ranks(4, cp=4)
@@ -53,7 +53,7 @@ def test_heads_that_cp_does_not_divide_are_never_computed(ctx):
     with pytest.raises(AssertionError, match="cp = 2 does not divide 3 query heads"):
         attention(local.query, key=local.key, value=local.value, mask=None, scores=None)
     with pytest.raises(Exception, match="divide"):  # what is left of the check under python -O
-        attention._to_head_shards([local.query, local.key, local.value])
+        attention.to_head_shards([local.query, local.key, local.value])
 
 
 def test_shards_join_in_the_order_of_the_sequence():

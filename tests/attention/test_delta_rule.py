@@ -1,0 +1,107 @@
+"""The chunked gated delta rule is the recurrence, whatever the chunks, documents and decays, in both directions."""
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from nanotrain.attention.delta_rule import DeltaInputs, _delta_rule, delta_rule, span_map
+from tests.attention.delta_inputs import BATCH, KEY_DIM, random_inputs, recurrence, tensors
+
+KINDS = pytest.mark.parametrize("by_channel", [False, True], ids=["by head", "by channel"])
+
+
+def gradients(outputs: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Of a sum with fixed random weights."""
+    draw = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.dtype) for x in outputs]
+    return torch.autograd.grad(outputs, inputs, weights)
+
+
+def assert_close(computed: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float = 1e-10) -> None:
+    for ours, theirs in zip(computed, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=tolerance, atol=tolerance)
+
+
+@KINDS
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("chunk_size", [1, 4, 16, 64])
+def test_chunks_are_the_recurrence_in_both_directions(chunk_size: int, documents: bool, by_channel: bool) -> None:
+    inputs = random_inputs(45, by_channel=by_channel, documents=documents)
+    heads = inputs.value.shape[2]
+    initial = torch.randn(BATCH, heads, KEY_DIM, inputs.value.shape[3], dtype=torch.float64, requires_grad=True)
+    variables = (*tensors(inputs), initial)
+    expected, computed = recurrence(inputs, initial), delta_rule(inputs, initial, chunk_size=chunk_size)
+    assert_close(computed, expected)
+    assert_close(gradients(computed, variables), gradients(expected, variables))
+
+
+@KINDS
+def test_a_span_is_an_affine_map_of_the_state(by_channel: bool) -> None:
+    inputs = random_inputs(21, by_channel=by_channel)
+    states = torch.randn(3, BATCH, inputs.value.shape[2], KEY_DIM, inputs.value.shape[3], dtype=torch.float64)
+    transition, offset = span_map(inputs, chunk_size=8)
+    for state in states:
+        assert_close((transition @ state + offset,), (recurrence(inputs, state)[1],))
+    variables = tensors(inputs)[1:]  # a state does not depend on queries
+    expected = recurrence(inputs, states[0])[1]
+    assert_close(gradients((transition @ states[0] + offset,), variables), gradients((expected,), variables))
+    inputs = DeltaInputs(*tensors(inputs), torch.arange(21).expand(BATCH, -1) == 13)
+    assert not span_map(inputs, chunk_size=8)[0].any(), "no state crosses the start of a document"
+
+
+@KINDS
+def test_the_rule_and_its_gradients_are_those_of_transformers(
+    by_channel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, function = {
+        False: ("qwen3_next", "torch_chunk_gated_delta_rule"),
+        True: ("kimi_linear", "chunk_kimi_delta_attention"),
+    }[by_channel]
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    # it computes in fp32 what it names so
+    fp64 = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)} | {"float32": torch.float64})
+    monkeypatch.setattr(modeling, "torch", fp64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    inputs = random_inputs(100, by_channel=by_channel)
+    initial = torch.randn(BATCH, inputs.value.shape[2], KEY_DIM, inputs.value.shape[3], dtype=torch.float64)
+    variables = (*tensors(inputs), initial.requires_grad_())
+    decay = inputs.decay if by_channel else inputs.decay[..., 0]
+    theirs = getattr(modeling, function)
+    expected = getattr(theirs, "__wrapped__", theirs)(
+        *(inputs.query, inputs.key, inputs.value, decay, inputs.beta[..., 0]),
+        initial_state=initial,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    computed = delta_rule(inputs, initial)
+    assert_close(computed, expected)
+    assert_close(gradients(computed, variables), gradients(expected, variables))
+
+
+@KINDS
+def test_decays_of_any_strength_overflow_nowhere(by_channel: bool) -> None:
+    exact = random_inputs(70, by_channel=by_channel, documents=True)
+    with torch.no_grad():
+        exact.decay.mul_(torch.logspace(-6, 4, 70, dtype=torch.float64)[None, :, None, None])
+        exact.key[:, 10:40] = exact.key[:, 10:11]  # equal keys: a system far from the identity
+        exact.beta[:, 10:40] = 1.0
+    rounded = exact.map(lambda x: x.detach().float().requires_grad_() if x.is_floating_point() else x)
+    computed, expected = delta_rule(rounded), recurrence(exact)
+    assert_close(computed, expected, tolerance=2e-5)
+    grads = gradients(computed, tensors(rounded))
+    assert_close(grads, gradients(expected, tensors(exact)), tolerance=5e-4)
+
+
+def test_states_are_fp32_and_nothing_but_the_inputs_is_kept() -> None:
+    inputs, kept = random_inputs(128, by_channel=False, dtype=torch.bfloat16), []
+    with saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out, state = delta_rule(inputs)
+        assert not kept
+        _delta_rule(inputs, None, chunk_size=64)
+        assert sum(x.nbytes for x in kept) > 20 * sum(x.nbytes for x in tensors(inputs))
+    assert (out.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+    assert_close((out, state), recurrence(inputs.map(torch.Tensor.double)), tolerance=2e-2)
