@@ -39,8 +39,8 @@ _WORKER_ERRORS = ("DataLoader worker", "Communication with the workers")
 
 
 class _BatchReader(Dataset[Any]):
-    def __init__(self, dataset: SampleDataset, skipped_samples: int) -> None:
-        self.dataset, self.skipped_samples = dataset, skipped_samples
+    def __init__(self, dataset: SampleDataset, skipped_samples: int, *, unread_length: int | None) -> None:
+        self.dataset, self.skipped_samples, self.unread_length = dataset, skipped_samples, unread_length
 
     def __getitems__(self, indices: Sequence[int]) -> Batch | NanotrainError:
         samples = [max(index, ~index) for index in indices]  # padding is a negative index
@@ -68,6 +68,9 @@ class _BatchReader(Dataset[Any]):
 
     def _sample(self, position: int, index: int) -> Sample:
         """A sample of the dataset; for a negative index without target tokens, as padding."""
+        if self.unread_length is not None:
+            zeros = np.zeros(self.unread_length, dtype=np.int64)
+            return Sample(zeros, zeros, loss_mask=zeros.astype(np.float32))
         sample = self.dataset[position]
         return sample if index >= 0 else replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
 
@@ -80,7 +83,7 @@ class GlobalBatchLoader(AbstractContextManager["GlobalBatchLoader"]):
         sampler: this rank's data-parallel index and the batch sizes.
         consumed_samples: samples that all ranks together have read before; the index to resume from.
         skipped_samples: samples left out before; added to every index.
-        num_workers: processes that load ahead; 0 loads in this process.
+        num_workers: processes that load ahead; 0 loads in this process, as where the rank needs no tokens.
         pin_memory: put batches into page-locked memory, for asynchronous copies to a GPU.
     """
 
@@ -95,7 +98,7 @@ class GlobalBatchLoader(AbstractContextManager["GlobalBatchLoader"]):
         pin_memory: bool = False,
     ) -> None:
         self.dataset, self.sampler = dataset, sampler
-        self.num_workers, self.pin_memory = num_workers, pin_memory
+        self.num_workers, self.pin_memory = num_workers if sampler.unread_length is None else 0, pin_memory
         self._microbatches: Iterator[Batch | NanotrainError] | None = None
         self.restart(consumed_samples=consumed_samples, skipped_samples=skipped_samples)
 
@@ -110,7 +113,7 @@ class GlobalBatchLoader(AbstractContextManager["GlobalBatchLoader"]):
         num_workers, context = self.num_workers, _fork_server() if self.num_workers else None
         prefetch = -(-2 * self.sampler.num_microbatches // max(1, num_workers))
         loader = DataLoader(
-            _BatchReader(self.dataset, skipped_samples),
+            _BatchReader(self.dataset, skipped_samples, unread_length=self.sampler.unread_length),
             batch_sampler=all_microbatches(self.sampler, consumed_samples),
             collate_fn=_identity,
             worker_init_fn=_start_worker if num_workers else None,

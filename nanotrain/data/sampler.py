@@ -38,6 +38,8 @@ class SamplerConfig:
     global_batch_size: int  # samples per optimizer step over all ranks; of a schedule the last size
     schedule: BatchSchedule | None = None  # the size of each batch; None where it is constant
     lengths: Steps | None = None  # the sequence length of each batch; None where it is that of a sample
+    readers_per_sample: int = 1  # ranks that read the same sample
+    unread_length: int | None = None  # tokens of a sample on a rank that needs none of them; None where it reads them
 
     def __post_init__(self) -> None:
         assert 0 <= self.dp_rank < self.dp_size, f"dp rank {self.dp_rank} is outside a group of {self.dp_size}"

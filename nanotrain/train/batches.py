@@ -82,7 +82,7 @@ class _Vote:
 class BatchOptions:
     """How a rank reads global batches."""
 
-    readers_per_sample: int = 1  # ranks that read the same sample (tp x pp x cp), so that it is counted once
+    readers_per_sample: int = 1  # ranks that read the same sample, so that it is counted once
     split: Callable[[Batch], Batch] = lambda batch: batch  # the sequence shard of this rank under context parallelism
     is_ahead: bool = False  # whether to vote one step ahead
     prepare: Callable[[Batch], Batch] = lambda batch: batch  # changes a microbatch on the host as it is read

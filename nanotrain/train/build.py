@@ -7,7 +7,7 @@ A stage with storage is a module on the meta device, then one `DataParallel` per
 Initial weights come from the seed; those of a checkpoint or a Hugging Face folder are read into the main params.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.stop_point import StopPoint
 from nanotrain.config.config import Config
-from nanotrain.data.batch import Batch
 from nanotrain.data.build import starting_stages
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.kernels.compiler import inductor_fault, triton_fault
@@ -257,12 +256,12 @@ def build_pipeline(plan: Plan, context: ParallelContext) -> Pipeline:
 
 
 def build_batch_iterator(
-    batches: Iterator[list[Batch]], context: ParallelContext, *, options: BatchOptions | None = None
+    batches: GlobalBatchLoader, context: ParallelContext, *, options: BatchOptions | None = None
 ) -> BatchIterator:
     """Global batches for this rank: tp, cp and pp ranks read the same samples, cp ranks keep a sequence shard each."""
     options = replace(
         options or BatchOptions(),
-        readers_per_sample=context.topology.world_size // context.group("dp").size,
+        readers_per_sample=batches.sampler.readers_per_sample,
         split=partial(split_batch, group=context.group("cp")),
     )
     return BatchIterator(

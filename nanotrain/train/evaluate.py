@@ -329,12 +329,12 @@ def _evaluate(
             loss += forward(microbatches=[BatchContext.of(part, cp=context.group("cp")) for part in batch.microbatches])
         except PassStopped:
             return None
-    total_bytes = None if table is None else _sum_over_samples(num_bytes, context)
+    readers = batches.sampler.readers_per_sample
+    total_bytes = None if table is None else _sum_over_samples(num_bytes, context, readers_per_sample=readers)
     return Evaluation(global_loss(loss, context) / max(num_tokens, 1), num_tokens, total_bytes)
 
 
-def _sum_over_samples(local: Tensor, context: ParallelContext) -> int:
+def _sum_over_samples(local: Tensor, context: ParallelContext, *, readers_per_sample: int) -> int:
     """The sum of counts of this rank's tokens over all ranks, each token counted once; every rank calls this."""
-    world = context.group("world")
-    (total,) = all_reduce_scalars([float(local.item())], world)
-    return round(total) * context.group("dp_cp").size // world.size
+    (total,) = all_reduce_scalars([float(local.item())], context.group("world"))
+    return round(total) * context.group("cp").size // readers_per_sample

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -105,6 +105,16 @@ def test_workers_give_the_same_batches_and_end_when_closed(num_workers: int) -> 
                 assert torch.equal(loaded.labels, expected.labels)
     assert _wait_for_end(workers)
     batches.close()
+
+
+def test_a_rank_that_needs_no_tokens_reads_none_and_starts_no_workers() -> None:
+    sampler = replace(SAMPLER, unread_length=8)
+    with GlobalBatchLoader(_BrokenFrom(0), sampler=sampler, consumed_samples=12, num_workers=2) as batches:
+        unread = next(batches)
+    with GlobalBatchLoader(SAMPLES, sampler=SAMPLER, consumed_samples=12) as batches:
+        for batch, read in zip(unread, next(batches), strict=True):
+            assert batch.tokens.shape == read.tokens.shape and not batch.num_target_tokens
+            assert torch.equal(batch.sample_ids, read.sample_ids) and batch.is_padding == read.is_padding
 
 
 def test_interrupts_leave_workers_at_work_and_their_parent_unmasked() -> None:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import product
 
 from nanotrain.attention.backends import backend_flags
-from nanotrain.config.config import Config
+from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.notation import read_pipeline_layout
 from nanotrain.config.parallel import ParallelConfig
 from nanotrain.config.rules.check import OPEN_NAMES
@@ -217,6 +217,7 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
     batch_size = global_batch_size(config.train, groups["dp"].size)
     # Saved with the configuration, so that a resume on other ranks reports that an unset size has changed.
     config = replace(config, train=replace(config.train, global_batch_size=batch_size))
+    num_readers, is_reader = _readers(config.data, groups)
     sampler = SamplerConfig(
         dp_rank=groups["dp"].index,
         dp_size=groups["dp"].size,
@@ -224,6 +225,8 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         global_batch_size=batch_size,
         schedule=batch_schedule(config),
         lengths=length_schedule(config),
+        readers_per_sample=num_readers,
+        unread_length=None if is_reader else config.data.seq_length,
     )
     pipeline = pipeline_shape(config, groups, num_microbatches=sampler.num_microbatches)
     return Plan(
@@ -238,6 +241,16 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         valid_schedule=_rank_plan(None, pipeline, rank=groups["pp"].index),
         num_averaged_ranks=groups["dp_cp"].size if config.parallel.ddp_average_in_collective else 1,
     )
+
+
+def _readers(data: DataConfig, groups: Mapping[GroupName, GroupSpec]) -> tuple[int, bool]:
+    """The number of ranks that read a sample, and whether this rank is one of them.
+
+    The first stage needs tokens, the last one labels, and those between at most the borders of documents.
+    """
+    pp, is_by_all = groups["pp"], data.reset_position_ids or data.reset_attention_mask
+    num_stages = pp.size if is_by_all else min(pp.size, 2)
+    return groups["tp"].size * groups["cp"].size * num_stages, is_by_all or pp.index in (0, pp.size - 1)
 
 
 def pipeline_shape(config: Config, groups: Mapping[GroupName, GroupSpec], *, num_microbatches: int) -> PipelineShape:

@@ -1,6 +1,7 @@
 """A plan needs no world: it is made for any rank of any cluster, and it equals what a built run holds (law L5)."""
 
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
+from nanotrain.data.gpt import SyntheticDataset
+from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.errors import ConfigError, ConfigErrors, TopologyError
 from nanotrain.spec.counts import num_parameters
 from nanotrain.train.plans.plan import Plan, check_names, plan_run
@@ -263,3 +266,33 @@ def nbytes(tensors) -> dict[int, int]:
     return {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if isinstance(t, torch.Tensor)
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_readers"),
+    [("", 8), ("--reset-attention-mask", 16), ("--reset-position-ids", 16), ("--pipeline-model-parallel-size 2", 8)],
+)
+def test_a_stage_between_the_first_and_the_last_reads_samples_for_documents_only(settings, num_readers):
+    # Given a replica of 4 stages (or 2) of 2 x 2 tensor- and context-parallel ranks,
+    layout = (
+        "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 4 --num-layers 8"
+        " --vocab-size 512 --global-batch-size 4 --micro-batch-size 1"
+    )
+    config = config_of("tiny", f"{layout} {settings}")
+    size, read = 4 * config.parallel.pipeline_model_parallel_size, Counter()
+
+    class Counted(SyntheticDataset):
+        def __getitem__(self, index):
+            read[index] += 1
+            return super().__getitem__(index)
+
+    for rank in range(size):
+        sampler = plan_run(config, size, rank=rank).sampler
+        loader = GlobalBatchLoader(Counted(512, config.data.seq_length, 1), sampler=sampler)
+        microbatches = next(loader)
+        # then every rank has batches of equal shape, whose targets it counts as often as it reads them.
+        assert [batch.tokens.shape for batch in microbatches] == [(1, config.data.seq_length)] * 4
+        assert sampler.readers_per_sample == num_readers
+        is_read = sampler.unread_length is None
+        assert sum(batch.num_target_tokens for batch in microbatches) == 4 * config.data.seq_length * is_read
+    assert read == dict.fromkeys(range(4), num_readers)
