@@ -16,6 +16,7 @@ from nanotrain.data.batch import SampleDataset
 from nanotrain.data.blend import BlendedDataset, StageBlend
 from nanotrain.data.corpus_info import recorded_tokenizer, require_same_tokenizer
 from nanotrain.data.data_path import WeightedPrefix, parse_data_path, split_documents
+from nanotrain.data.fim import FillInTheMiddle
 from nanotrain.data.gpt import GPTDataset, SyntheticDataset
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.packing import PackedDataset
@@ -89,6 +90,9 @@ def build_data(
             _dataset(IndexedTokens(entry.prefix), data, split=split, vocab_size=vocab_size, seed=seed)
             for entry in prefixes
         ]
+        if name == "train" and data.fim_data:
+            fim = FillInTheMiddle.of(data, tokenizer=tokenizer_of(data), vocab_size=vocab_size, seed=seed)
+            datasets = [replace(dataset, changes=(fim,)) for dataset in datasets]
         if name == "train" and data.exclude_documents:
             datasets = without_documents(datasets, Path(data.exclude_documents))
         if name in required:

@@ -15,7 +15,7 @@ A window crosses document boundaries. The `.idx` stores them, so no tokenizer is
 
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple
 
@@ -51,6 +51,7 @@ class GPTDataset:
     vocab_size: int  # token ids must be in [0, vocab_size)
     seed: int = 0  # key of the shuffle of every epoch
     excluded: frozenset[int] = frozenset()  # documents that are not read
+    changes: tuple[Callable[["GPTDataset", int, Sample], Sample], ...] = ()  # made to every sample, in order
 
     @property
     def samples_per_epoch(self) -> int:
@@ -63,9 +64,14 @@ class GPTDataset:
         Raises:
             DataError: the window holds a token id outside the vocabulary.
         """
-        first = self.start + self.window(index) * self.config.seq_length
-        sample = self._sample(self._read(first, first + self.config.seq_length + 1), first)
+        sample = self._read_sample(index)
+        for change in self.changes:
+            sample = change(self, index, sample)
         return self._without_excluded(sample, index) if self.excluded else sample
+
+    def _read_sample(self, index: int) -> Sample:
+        first = self.start + self.window(index) * self.config.seq_length
+        return self._sample(self._read(first, first + self.config.seq_length + 1), first)
 
     def window(self, index: int) -> int:
         """The window of the split that sample `index` >= 0 is."""

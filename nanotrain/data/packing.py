@@ -91,8 +91,7 @@ class PackedDataset(GPTDataset):
         sizes = np.add.reduceat(pieces[:, 2] - pieces[:, 1], ends[:-1])
         return sum(min(int(sizes[self.window(index)]), self.config.seq_length) for index in range(before, after))
 
-    def __getitem__(self, index: int) -> Sample:
-        """Sample `index` >= 0; indices continue after an epoch."""
+    def _read_sample(self, index: int) -> Sample:
         length = self.config.seq_length
         ids, loss_mask = np.zeros(length + 1, dtype=np.int64), np.zeros(length, dtype=np.float32)
         positions, segments = np.arange(length + 1), np.full(length + 1, -1, dtype=np.int32)
@@ -102,11 +101,10 @@ class PackedDataset(GPTDataset):
             positions[inside] = np.arange(part.stop - part.start)
             loss_mask[inside.start : inside.stop - 1] = self.corpus.read_mask(part.start + 1, part.stop)
         segments[segments < 0] = segments.max() + 1  # the padding
-        sample = Sample(
+        return Sample(
             ids[:-1],
             ids[1:],
             loss_mask=loss_mask,
             position_ids=positions[:-1] if self.config.reset_position_ids else None,
             segment_ids=segments[:-1],
         )
-        return self._without_excluded(sample, index) if self.excluded else sample

@@ -19,6 +19,7 @@ from nanotrain.errors import DataError, EnvironmentFault
 from tests.data.conftest import random_documents, write_documents
 
 VOCAB_SIZE = 5000
+SENTINELS = (4997, 4998, 4999)  # in no document
 LENGTHS = ((3, 40, 0, 17, 90, 5, 61), (120, 8, 33), (7,) * 25)
 
 
@@ -28,7 +29,7 @@ def prefixes(tmp_path_factory) -> list[Path]:
     return [
         write_documents(
             folder / f"c{i}",
-            [document + 1 for document in random_documents(lengths, vocab_size=VOCAB_SIZE - 1, seed=i)],
+            [document + 1 for document in random_documents(lengths, vocab_size=SENTINELS[0] - 1, seed=i)],
         )
         for i, lengths in enumerate(LENGTHS)
     ]
@@ -54,16 +55,19 @@ def random_config(draw: random.Random, prefixes: list[Path], *, consumed: int) -
         train = replace(train, step_batch_size_schedule=steps, global_batch_size=size + 3)
     split = draw.choice(["100", "70,20,10"])
     data |= {"packing": draw.choice(["stream", "best_fit"]), "shuffle": draw.random() < 0.8}
+    if draw.random() < 0.3:
+        names = ("fim_prefix_token", "fim_suffix_token", "fim_middle_token")
+        data |= {"fim_data": True} | dict(zip(names, map(str, SENTINELS), strict=True))
     return Config(data=DataConfig(seq_length=seq_length, split=split, **data), train=train)
 
 
-def tokens_read(start: OrderStart, *, dp_size: int, num_steps: int) -> list[list[list[int]]]:
+def tokens_read(start: OrderStart, *, dp_size: int, num_steps: int) -> list[dict[int, list[int]]]:
     """By step, the tokens of every sample that the data-parallel ranks of a run read after a start."""
     config, data = start.config, start.config.data
     samples = build_data(data, vocab_size=VOCAB_SIZE, seed=config.train.seed, required=("train",)).train
     assert samples is not None
     samples = starting_stages(samples, data, samples_of=lambda steps: stage_start(start, steps))
-    by_step: list[list[list[int]]] = [[] for _ in range(num_steps)]
+    by_step: list[dict[int, list[int]]] = [{} for _ in range(num_steps)]
     size = config.train.global_batch_size
     assert size is not None
     for rank in range(dp_size):
@@ -75,11 +79,21 @@ def tokens_read(start: OrderStart, *, dp_size: int, num_steps: int) -> list[list
             skipped_samples=start.skipped_samples,
         ) as loader:
             for tokens in by_step:
-                batches = [batch for batch in next(loader) if not batch.is_padding]
-                tokens += [
-                    [token for token in row if token] for batch in batches for row in batch.tokens.tolist()
-                ]  # no padding
+                for batch in (batch for batch in next(loader) if not batch.is_padding):
+                    assert batch.sample_ids is not None
+                    rows = zip((batch.sample_ids + start.skipped_samples).tolist(), batch.tokens.tolist(), strict=True)
+                    tokens |= {sample: [token for token in row if token] for sample, row in rows}  # no padding
     return by_step
+
+
+def without_gap(tokens: list[int], part: list[int], *, is_end: bool) -> list[int]:
+    """The tokens of a part of a document as they are stored; what sentinels replaced is taken from the corpus."""
+    if SENTINELS[0] not in tokens:
+        return tokens
+    before, after, middle = map(tokens.index, SENTINELS)
+    last = len(tokens) - is_end
+    stored = tokens[before + 1 : after] + tokens[middle + 1 : last] + tokens[after + 1 : middle]
+    return stored + part[len(stored) : len(stored) + len(SENTINELS)] + tokens[last:]
 
 
 def stage_start(start: OrderStart, steps: int) -> int:
@@ -92,12 +106,13 @@ def stage_start(start: OrderStart, steps: int) -> int:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_documents_of_a_step_are_those_that_its_ranks_read(seed: int, prefixes: list[Path], tmp_path: Path) -> None:
+    num_rewritten = 0
     for case in range(25):
         draw = random.Random(f"{seed} {case}")
         folder = tmp_path / str(case)
         folder.mkdir()
         # given a run that starts, and starts again with other settings, on other ranks, after a spike
-        expected: dict[int, list[list[int]]] = {}
+        expected: dict[int, dict[int, list[int]]] = {}
         step = consumed = skipped = curve = 0
         for _ in range(draw.randint(1, 3)):
             config = random_config(draw, prefixes, consumed=consumed)
@@ -114,14 +129,18 @@ def test_the_documents_of_a_step_are_those_that_its_ranks_read(seed: int, prefix
         order = DataOrder.read(folder)
         for number, samples in expected.items():
             # then the parts of its documents are the tokens of every sample
-            listed: dict[int, list[int]] = {}
+            assert {use.sample for use in order.documents(number)} == samples.keys()
             for use in order.documents(number):
                 stored = np.fromfile(use.corpus.bin_file, dtype=use.corpus.dtype)
                 size = use.corpus.dtype.itemsize
                 part = stored[use.first_byte // size : use.last_byte // size].tolist()
                 assert len(part) == use.tokens > 0
-                listed.setdefault(use.sample, []).extend(part)
-            assert sorted(listed.values()) == sorted(samples), (case, number)
+                is_end = use.last_byte == use.corpus.document_start(use.document + 1) * size
+                read, samples[use.sample] = samples[use.sample][: len(part)], samples[use.sample][len(part) :]
+                num_rewritten += SENTINELS[0] in read
+                assert without_gap(read, part, is_end=is_end) == part, (case, number)
+            assert not any(samples.values()), (case, number)
+    assert num_rewritten > 20
 
 
 def test_a_document_is_found_in_every_step_that_reads_it(prefixes: list[Path], tmp_path: Path) -> None:
