@@ -13,6 +13,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 # name -> number of ranks, and lines that must appear
 EXPECTED = {
+    "clean_with_datatrove.py": (1, ["web.bin: 2 documents, 56 tokens, vocabulary 257"]),
     "my_own_schedule.py": (1, ["1/3 = 33.3% of the time", "1/5 = 20.0% of the time", "same gradient: True"]),
     "new_model.py": (1, ["vocabulary of 30 padded to 128"]),
     "pretrain_gpt.py": (2, ["step 2/2", "flags name what nanotrain always does"]),
@@ -20,6 +21,7 @@ EXPECTED = {
     "shard_any_model.py": (2, ["2 ranks, each keeps", "same loss after loading: True"]),
     "zero_by_hand.py": (2, ["rank 0 of 2 keeps gradients for", "same weights on every rank: True"]),
 }
+NEEDED = {"clean_with_datatrove.py": ("datatrove", "orjson")}  # further packages of an example
 # what Megatron-LM's own script takes
 ARGUMENTS = {
     "pretrain_gpt.py": "--use-mcore-models --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
@@ -32,6 +34,8 @@ ARGUMENTS = {
 
 @functools.cache
 def run_example(name: str) -> str:
+    for package in NEEDED.get(name, ()):
+        pytest.importorskip(package)
     num_ranks, _ = EXPECTED[name]
     program, line = ROOT / "examples" / name, ARGUMENTS.get(name, "").split()
     with tempfile.TemporaryDirectory() as folder:
