@@ -84,10 +84,8 @@ class AttentionNeed:
             "all-gather cp": cp_comm_type == "allgather",
             "ring cp": cp_comm_type == "p2p",
         }
-        width = model.head_dim
-        value_width = width if model.mla is None else model.mla.v_head_dim
         features = frozenset(name for name, wanted in is_wanted.items() if wanted)
-        return cls(config.precision.params_dtype, width, value_width, features)
+        return cls(config.precision.params_dtype, model.head_dim, model.value_head_dim, features)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 from math import lcm, log
 from typing import Literal, Self
 
-from nanotrain.config.notation import read_expert_pattern, read_no_rope_pattern, read_window_pattern
+from nanotrain.config.notation import (
+    read_expert_pattern,
+    read_hybrid_pattern,
+    read_linear_pattern,
+    read_no_rope_pattern,
+    read_window_pattern,
+)
 from nanotrain.config.option import above, at_least, between, option, section
 from nanotrain.errors import ConfigError
 from nanotrain.quantities import round_up
@@ -22,6 +28,7 @@ Activation = Literal["gelu", "gelu_tanh", "swiglu", "squared_relu", "quick_geglu
 GATED = ("swiglu", "quick_geglu", "geglu_tanh")
 
 
+LinearAttentionType = Literal["short_conv"]
 RouterScore = Literal["softmax", "sigmoid"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 
@@ -35,6 +42,17 @@ class MLAConfig:
     qk_head_dim: int = option(128, "channels of a query/key head without positions", check=at_least(1))
     qk_pos_emb_head_dim: int = option(64, "rotary channels of a query/key head", check=at_least(1))
     v_head_dim: int = option(128, "channels of a value head", check=at_least(1))
+
+
+@dataclass(frozen=True)
+class LinearAttentionConfig:
+    """Layers with a state in place of keys and values; used with linear_attention_type."""
+
+    conv_kernel_dim: int = option(4, "linear attention: tokens that a short convolution sees, its own included", check=at_least(2))
+    key_head_dim: int = option(128, "linear attention: channels of a query or key head", check=at_least(1))
+    value_head_dim: int = option(128, "linear attention: channels of a value head", check=at_least(1))
+    num_key_heads: int = option(16, "linear attention: query and key heads", check=at_least(1))
+    num_value_heads: int = option(32, "linear attention: value heads", check=at_least(1))
 
 
 @dataclass(frozen=True)
@@ -147,8 +165,13 @@ class ModelConfig:
     scale_embeddings: bool = option(False, "multiply word embeddings by sqrt(hidden_size) (Gemma)")
     final_logit_softcapping: float | None = option(None, "soft-cap logits by c * tanh(logits / c); unset: none", check=above(0))
     multi_latent_attention: bool = option(False, "multi-latent attention: low-rank compression of keys and values (DeepSeek)")
+    attention_output_gate: bool = option(False, "multiply the output of attention by the sigmoid of a learned projection of the token (Qwen3-Next)")
+    hybrid_layer_pattern: str | None = option(None, "one letter per layer, which is then attention or an MLP alone: * attention, + multi-latent attention, G linear_attention_type, - MLP, E experts; | begins a pipeline stage; unset: layers have both")
+    linear_attention_type: LinearAttentionType | None = option(None, "layers in place of attention: short_conv (LFM2); unset: none")
+    linear_attention_freq: str = option("0", "layers with softmax attention beside linear_attention_type: N for every Nth layer, 0 for none, or a pattern such as [1]*3+[0] with 0 for each of them")
     init_method_std: float = option(0.02, "standard deviation of the initial weights; output projections get std / sqrt(2 * num_layers)", check=above(0))
     yarn: YarnConfig | None = section(YarnConfig, switch="position_embedding_type", value="yarn")
+    linear_attention: LinearAttentionConfig | None = section(LinearAttentionConfig, prefix="linear_", switch="linear_attention_type")
     mla: MLAConfig | None = section(MLAConfig, switch="multi_latent_attention")
     moe: MoEConfig | None = section(MoEConfig, prefix="moe_", switch="num_experts")
     mtp: MTPConfig = section(MTPConfig, prefix="mtp_")
@@ -170,9 +193,14 @@ class ModelConfig:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
+    def value_head_dim(self) -> int:
+        """Channels of a value head."""
+        return self.head_dim if self.mla is None else self.mla.v_head_dim
+
+    @property
     def query_groups(self) -> int:
-        """Key/value heads: one per query head by default."""
-        return self.num_query_groups or self.num_attention_heads
+        """Key/value heads: one per query head by default, and with multi-latent attention."""
+        return self.mla is None and self.num_query_groups or self.num_attention_heads
 
     @property
     def has_rope(self) -> bool:
@@ -248,10 +276,37 @@ class ModelConfig:
         >>> ModelConfig(num_layers=4, moe=MoEConfig(num_experts=8, layer_freq="[0]*1+[1]*3")).moe_layers
         (False, True, True, True)
         """
+        return tuple(kind == "moe" for kind in self.mlps)
+
+    @property
+    def mixers(self) -> tuple[str | None, ...]:
+        """The kind of attention, or of what is in its place, of each layer; None for a layer that is an MLP alone.
+
+        Raises:
+            ConfigError: an invalid pattern.
+
+        >>> ModelConfig(num_layers=3, linear_attention_type="short_conv", linear_attention_freq="3").mixers
+        ('short_conv', 'short_conv', 'attention')
+        """
+        softmax = "attention" if self.mla is None else "mla"
+        if self.hybrid_layer_pattern is not None:
+            kinds = {"*": softmax, "+": softmax, "G": self.linear_attention_type}
+            return tuple(kinds.get(letter) for letter in read_hybrid_pattern(self.hybrid_layer_pattern))
+        if self.linear_attention_type is None:
+            return (softmax,) * self.num_layers
+        layers = read_linear_pattern(self.linear_attention_freq, self.num_layers)
+        return tuple(self.linear_attention_type if is_linear else softmax for is_linear in layers)
+
+    @property
+    def mlps(self) -> tuple[str | None, ...]:
+        """The kind of MLP of each layer, dense or moe; None for a layer without one."""
+        if self.hybrid_layer_pattern is not None:
+            kinds = {"-": "dense", "E": "moe"}
+            return tuple(kinds.get(letter) for letter in read_hybrid_pattern(self.hybrid_layer_pattern))
         moe = self.moe
         if moe is None or moe.num_experts is None:  # a model that is not complete yet has other settings of experts
-            return (False,) * self.num_layers
-        return read_expert_pattern(moe.layer_freq, self.num_layers)
+            return ("dense",) * self.num_layers
+        return tuple("moe" if has else "dense" for has in read_expert_pattern(moe.layer_freq, self.num_layers))
 
     @property
     def window_layers(self) -> tuple[bool, ...]:

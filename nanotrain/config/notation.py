@@ -1,6 +1,7 @@
 """Settings that are texts with a form of their own.
 
     patterns of layers     --moe-layer-freq [0]*3+[1]*58: a frequency, or one 0 or 1 per layer
+                           --hybrid-layer-pattern G-*-|G-*E: one letter per layer
     pipeline layouts       --pipeline-model-parallel-layout Et*3|(tt|)*29,t|L: the layers of every stage
     data stages            --data-stages "stable@0: 0.8 web 0.2 code" "anneal@9000: 0.5 web 0.5 math"
     numbers                250B, as in schedules
@@ -60,8 +61,43 @@ def read_window_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
     ((True, True, False, True), (True, True, True, False), (True, True))
     """
     fix = "set --window-attn-skip-freq 0 for a window in every layer, or for example '[1]*5+[0]'"
-    layers = _read_layers(text, num_layers, field="window_attn_skip_freq", values="a 1 (window) or 0 (none)", fix=fix)
-    return tuple(layer % layers != 0 for layer in range(1, num_layers + 1)) if isinstance(layers, int) else layers
+    values = "a 1 (window) or 0 (none)"
+    return _all_but_every_nth(text, num_layers, field="window_attn_skip_freq", values=values, fix=fix)
+
+
+def read_linear_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer has linear attention.
+
+    Raises:
+        ConfigError: neither a number nor one 0 or 1 per layer.
+
+    >>> read_linear_pattern("4", 4), read_linear_pattern("0", 2)
+    ((True, True, True, False), (True, True))
+    """
+    fix = "set --linear-attention-freq 4 for softmax attention in every fourth layer, or for example '[1]*3+[0]'"
+    values = "a 1 (linear attention) or 0 (softmax attention)"
+    return _all_but_every_nth(text, num_layers, field="linear_attention_freq", values=values, fix=fix)
+
+
+HYBRID_LETTERS = "*+G-E"
+
+
+def read_hybrid_pattern(text: str) -> str:
+    """The letter of every layer, without the borders of pipeline stages.
+
+    Raises:
+        ConfigError: a letter of no kind of layer.
+
+    >>> read_hybrid_pattern("G-*-|G-*E")
+    'G-*-G-*E'
+    """
+    letters = text.replace("|", "")
+    if unknown := [letter for letter in dict.fromkeys(letters) if letter not in HYBRID_LETTERS]:
+        known = f"the letters are {' '.join(HYBRID_LETTERS)}, and | between stages"
+        why = f"{' '.join(unknown)} is no kind of layer; {known}"
+        fix = "leave / and what follows out, the layers of multi-token prediction" if "/" in unknown else "change it"
+        raise ConfigError(f"hybrid_layer_pattern is {text!r}", why=why, fix=fix)
+    return letters
 
 
 def read_no_rope_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
@@ -76,6 +112,11 @@ def read_no_rope_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
     fix = "set --no-rope-freq 0 for rotary positions in every layer, or for example '[0]*3+[1]'"
     layers = _read_layers(text, num_layers, field="no_rope_freq", values="a 1 (no rotary positions) or 0", fix=fix)
     return tuple(layer % layers == 0 for layer in range(1, num_layers + 1)) if isinstance(layers, int) else layers
+
+
+def _all_but_every_nth(text: str, num_layers: int, *, field: str, values: str, fix: str) -> tuple[bool, ...]:
+    layers = _read_layers(text, num_layers, field=field, values=values, fix=fix)
+    return tuple(layer % layers != 0 for layer in range(1, num_layers + 1)) if isinstance(layers, int) else layers
 
 
 def _read_layers(text: str, num_layers: int, *, field: str, values: str, fix: str) -> int | tuple[bool, ...]:

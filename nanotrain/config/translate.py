@@ -8,7 +8,7 @@ notes             what a reader of the log should know: counted flags, implied v
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os.path import normpath
 from typing import Any
 
@@ -16,7 +16,8 @@ from nanotrain.config.arguments import choice_of, is_file
 from nanotrain.config.config import Config
 from nanotrain.config.flags import CommandLine, MegatronArgument
 from nanotrain.config.megatron import megatron
-from nanotrain.config.notation import read_pipeline_layout
+from nanotrain.config.model import ModelConfig
+from nanotrain.config.notation import read_pipeline_layout, write_pipeline_layout
 from nanotrain.config.option import flag_of
 from nanotrain.config.parallel import ParallelConfig
 from nanotrain.config.references import as_written
@@ -187,11 +188,32 @@ def implied(config: Config, explicit: frozenset[str], *, line: CommandLine) -> I
         yield "wandb", True, "wandb_project is set"
     if train.tensorboard_dir is not None and "train.tensorboard" not in explicit and not train.tensorboard:
         yield "tensorboard", True, "tensorboard_dir is set"
-    yield from implied_schedule(config.parallel, explicit)
+    parallel = config.parallel
+    for name, value, why in implied_layers(model, parallel, explicit):
+        yield name, value, why
+        if name == "pipeline_model_parallel_layout":
+            parallel = replace(parallel, pipeline_model_parallel_layout=value)
+    yield from implied_schedule(parallel, explicit)
     is_own = load is not None and train.run_dir is not None and normpath(load) == normpath(train.run_dir)
     saves_into = any(setting.text.startswith("--save ") for setting in line.settings)
     if saves_into and is_own and not config.checkpoint.finetune:
         yield "load", None, f"a run resumes from its own folder {train.run_dir}"
+
+
+def implied_layers(
+    model_config: ModelConfig, parallel: ParallelConfig, explicit: frozenset[str]
+) -> Iterator[tuple[str, Any, str]]:
+    """The number of layers and the stages that a hybrid layer pattern implies."""
+    pattern, why = model_config.hybrid_layer_pattern, "the layers of hybrid_layer_pattern"
+    if pattern is None:
+        return
+    num_layers, is_default = len(pattern.replace("|", "")), model_config.num_layers == ENTRIES["num_layers"].default
+    if is_default and num_layers != model_config.num_layers and "model.num_layers" not in explicit:
+        yield "num_layers", num_layers, why
+    if "|" in pattern:
+        yield "hybrid_layer_pattern", pattern.replace("|", ""), "its | are stages"
+        if parallel.pipeline_model_parallel_size > 1:
+            yield "pipeline_model_parallel_layout", write_pipeline_layout([*map(len, pattern.split("|"))]), why
 
 
 def implied_schedule(parallel: ParallelConfig, explicit: frozenset[str]) -> Iterator[tuple[str, Any, str]]:

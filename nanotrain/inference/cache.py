@@ -5,10 +5,11 @@
     position ids  0 0 0 1 2      those of each prompt alone
                   0 1 2 3 4
 
-While a cache is open, the core attention of each layer stores its keys and values and attends to all of them. It is the
-same core attention with more keys than queries, so grouped queries, multi-head latent attention (whose keys and values
-are stored after the up-projection) and windows need no further code, and logits equal those without a cache up to
-rounding.
+While a cache is open, every module with state between tokens has other functions in place of some of its own
+(`TokenCache`). The core attention stores its keys and values and attends to all of them. It is the same core attention
+with more keys than queries, so grouped queries, multi-head latent attention (whose keys and values are stored after the
+up-projection) and windows need no further code, and logits equal those without a cache up to rounding. Layers that read
+tokens in order keep their state; padding is a document of its own.
 
     B prompts   S new tokens   T tokens so far   G key/value heads   D width of a head
 """
@@ -23,7 +24,7 @@ from torch import Tensor
 from nanotrain.attention.call import AttentionCall
 from nanotrain.attention.sdpa import DenseKernel
 from nanotrain.attention.tiles import Spans
-from nanotrain.model.transformer import Block, Stage
+from nanotrain.model.transformer import Stage
 
 
 class KVCache:
@@ -41,22 +42,23 @@ class KVCache:
         self._num_read = 0  # T before the forward pass
         self._num_new = 0  # S of the forward pass
         self._calls: dict[int | None, AttentionCall] = {}  # of this forward pass, by window
-        self._layers: list[tuple[Any, _CachedLayer]] = []  # attention modules, and what replaces their core attention
-        window = stage.model_config.window_size
-        for block in stage.layers.values():
-            assert isinstance(block, Block)
-            attention: Any = block.attention
-            layer = _CachedLayer(self, attention.core_attention, window=window if attention.has_window else None)
-            self._layers.append((attention, layer))
+        self._window = stage.model_config.window_size
+        # modules with state between tokens, and what replaces their functions
+        cached: list[Any] = [module for module in stage.modules() if hasattr(module, "cached")]
+        self._functions = [(module, module.cached(self)) for module in cached]
 
     def __enter__(self) -> Self:
-        for attention, layer in self._layers:
-            attention.core_attention = layer
+        self._exchange()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for attention, layer in self._layers:
-            attention.core_attention = layer.core
+        self._exchange()
+
+    def _exchange(self) -> None:
+        for module, functions in self._functions:
+            for name, function in functions.items():
+                functions[name] = getattr(module, name)
+                setattr(module, name, function)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -80,6 +82,15 @@ class KVCache:
             self._calls[window] = AttentionCall(DenseKernel(), Spans(first_keys), new, device)
         return self._calls[window]
 
+    def attend(self, core_attention: Callable[..., Tensor], *, has_window: bool) -> "_CachedAttention":
+        """The core attention of a layer, to all tokens so far."""
+        return _CachedAttention(self, core_attention, window=self._window if has_window else None)
+
+    def segment_ids(self, device: torch.device, *, before: int) -> Tensor:
+        """[B, before + S]: of the new tokens and of those before them, 1, or 0 for padding."""
+        positions = np.arange(self._num_read - before, self._num_read + self._num_new)
+        return torch.from_numpy((positions >= self._padding).astype(np.int64)).to(device)
+
     def store(self, buffer: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
         """Append [B, S, G, D] to a buffer [B, capacity, G, D], allocated first; returns it and its filled part."""
         if buffer is None:
@@ -89,11 +100,11 @@ class KVCache:
         return buffer, buffer[:, :stop]
 
 
-class _CachedLayer:
+class _CachedAttention:
     """The core attention of one layer, with the keys and values of all tokens so far."""
 
     def __init__(self, cache: KVCache, core: Callable[..., Tensor], *, window: int | None) -> None:
-        self._cache, self.core, self._window = cache, core, window
+        self._cache, self._core, self._window = cache, core, window
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
@@ -101,4 +112,4 @@ class _CachedLayer:
         self._keys, keys = self._cache.store(self._keys, key)
         self._values, values = self._cache.store(self._values, value)
         longer = self._cache.call(self._window, query.device)
-        return self.core(query, key=keys, value=values, mask=longer, **options)
+        return self._core(query, key=keys, value=values, mask=longer, **options)

@@ -37,7 +37,8 @@ from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.prepare.quickstart import find_quickstart
 from nanotrain.runs.folder import RunFolder
 from nanotrain.spec.boxes import TensorBox
-from nanotrain.spec.parameters import Declaration, declare_model, declare_stage
+from nanotrain.spec.declaration import Declaration
+from nanotrain.spec.parameters import declare_model, declare_stage
 from nanotrain.spec.params import localize
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec

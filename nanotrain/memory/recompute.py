@@ -116,8 +116,10 @@ DISCARDED = {
 
 def recompute_modules(block: nn.Module, modules: Collection[str], *, recompute: Recompute) -> None:
     """Replace functions of a block in place; no module gets a second name, under which it would be saved twice."""
-    other_mlp = "mlp" if hasattr(block.mlp, "experts") else "moe"
+    other_mlp = "mlp" if _has(block, "mlp.experts") else "moe"
     for path in [path for name, path in CHECKPOINTED.items() if name in modules and name != other_mlp]:
+        if not _has(block, path):
+            continue
         _set(block, path, function=recompute.checkpointed(attrgetter(path)(block)))
     for first, second in [pair for name, pairs in DISCARDED.items() if name in modules for pair in pairs]:
         if _has(block, first):

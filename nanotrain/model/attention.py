@@ -1,6 +1,6 @@
 """Causal attention with grouped key/value heads.
 
-Attention     project, norm, rotate, attend, project
+Attention     project, norm, rotate, attend, gate, project
 LayerScores   softcap, sink and dropout of the scores of a layer, per microbatch
 MaxLogits     the largest logits of every head, counted on the device during forward passes (train/parts/qk_clip.py)
 
@@ -8,6 +8,7 @@ B batch   S sequence   H hidden   N query heads   G key/value heads (N is a mult
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,7 +18,7 @@ from nanotrain.attention.call import largest_logits
 from nanotrain.attention.chunks import AttentionChunk, ScoreOptions, WeightDropout
 from nanotrain.config.model import ModelConfig
 from nanotrain.memory.recompute import Recompute
-from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext, ModelParallel
+from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext, ModelParallel, TokenCache
 from nanotrain.model.norm import build_head_norm
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import apply_rotary
@@ -33,7 +34,7 @@ class Attention(nn.Module):
 
     Args:
         model_config: configuration of the model.
-        params: query, key, value, output; query_norm, key_norm and softmax_offset where declared.
+        params: query, key, value, output; gate, query_norm, key_norm and softmax_offset where declared.
         parallel: tp shards the heads, the core attention's cp group the sequence.
         layer: index in the model.
     """
@@ -53,6 +54,8 @@ class Attention(nn.Module):
         self.query = column(*params.linear("query"))
         self.key = column(*params.linear("key"), rows=rows)
         self.value = column(*params.linear("value"), rows=rows)
+        self.gate = column(*params.linear("gate")) if shape.has_output_gate else None
+        self.projections = (self.query, self.key, self.value) + (() if self.gate is None else (self.gate,))
         head_norm = partial(build_head_norm, model_config, group=parallel.tp.group)
         self.query_norm = head_norm(params.submodule("query_norm"), heads=query_rows)
         self.key_norm = head_norm(params.submodule("key_norm"), heads=key_rows)
@@ -64,8 +67,8 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
-        projected = column_parallel(hidden, (self.query, self.key, self.value))
-        query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)  # [B, S, N or G, D]
+        projected = column_parallel(hidden, self.projections)
+        query, key, value, *gates = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)  # [B, S, N or G, D]
         query, key = self.query_norm(query), self.key_norm(key)
         if self.query_factor != 1.0:
             query = query * self.query_factor
@@ -75,7 +78,13 @@ class Attention(nn.Module):
         scores = self.scores(context, sink=self.softmax_offset, device=query.device)
         mask = context.masks[int(self.has_window)]  # torch 2.11 does not trace a bool as an index
         attended = self.core_attention(query, key=key, value=value, mask=mask, scores=scores)
+        for gate in gates:  # one or none
+            attended = attended * gate.sigmoid()
         return self.dropout(self.output(attended.flatten(2)), context.dropout)
+
+    def cached(self, cache: TokenCache) -> dict[str, Callable[..., Tensor]]:
+        """In generation the core attention attends to all keys so far."""
+        return {"core_attention": cache.attend(self.core_attention, has_window=self.has_window)}
 
 
 def _rows(shape: ModelShape, num_heads: int, *, tensor_parallel: TensorParallel) -> slice:

@@ -3,6 +3,7 @@
     ModelParallel    groups, core attention and recomputation of a stage, for building it
     BatchContext     a microbatch, for a stage
     LayerContext     what its layers share
+    TokenCache       tokens that were read before, in generation
     DropoutContext   random words of the microbatch; `HiddenDropout` drops hidden states at one place in a layer:
 
     embedding      after the word embeddings                        rate hidden_dropout
@@ -17,11 +18,13 @@ A word is a 32-bit hash of the seed, the sample, the layer, the place and the po
     B batch   S sequence   H hidden
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanotrain.attention.call import CoreAttention
@@ -47,6 +50,7 @@ class ModelParallel:
     # ranks that hold the tokens of one sequence (tp x cp); a single rank if every rank has all tokens (generation)
     sequence: Group
     dp: Group  # ranks that read different samples
+    cp: Group  # ranks that share the sequences
     recompute: Recompute = field(default_factory=Recompute)  # recomputation in the stage
     tracks_logits: bool = False  # attention layers keep their largest logits, for QK-clip
     ranks_per_node: int | None = None  # a token is sent to every so many ranks of ep once; None: to every expert
@@ -59,9 +63,9 @@ class ModelParallel:
     @classmethod
     def single_rank(cls) -> "ModelParallel":
         """One rank, without model parallelism."""
-        names: tuple[GroupName, ...] = ("ep", "etp", "tp_cp", "dp")
-        ep, etp, sequence, dp = (Group.single_rank(name) for name in names)
-        return cls(TensorParallel.single_rank(), SDPAttention(), ep=ep, etp=etp, sequence=sequence, dp=dp)
+        names: tuple[GroupName, ...] = ("ep", "etp", "tp_cp", "dp", "cp")
+        ep, etp, sequence, dp, cp = (Group.single_rank(name) for name in names)
+        return cls(TensorParallel.single_rank(), SDPAttention(), ep=ep, etp=etp, sequence=sequence, dp=dp, cp=cp)
 
 
 class DropoutPlace(IntEnum):
@@ -160,6 +164,7 @@ class LayerContext:
     # of layers without and with a window: cosines and sines of the positions; None without rotary positions
     rotary: tuple[Rotary | None, Rotary | None] = (None, None)
     masks: tuple[Any, Any] = (None, None)  # alike, made by `CoreAttention.plan_mask`
+    segment_ids: Tensor | None = None  # [B, S] of full sequences, on every rank of cp; None without documents
     sequence_positions: Tensor | None = None  # see `BatchContext`
     dropout: DropoutContext | None = None  # None where nothing is dropped
     aux_loss_scale: float | Tensor = 0.0  # see `BatchContext`
@@ -171,3 +176,25 @@ class LayerContext:
     def of_layer(self, layer: int) -> Self:
         """The context with the random words of a layer."""
         return self if self.dropout is None else replace(self, dropout=self.dropout.of_layer(layer))
+
+    @property
+    def starts(self) -> Tensor | None:
+        """[B, S] bool, the first token of every document of full sequences; None without documents."""
+        if self.segment_ids is None:
+            return None
+        segments = F.pad(self.segment_ids, (1, 0), value=-1)
+        return segments[:, 1:] != segments[:, :-1]
+
+
+class TokenCache(Protocol):
+    """A cache of the tokens that a model has read, as layers see it (inference/cache.py).
+
+    A module with state between tokens has a method `cached(cache)`: functions that replace its own while the cache is
+    in use, by the names of its attributes.
+    """
+
+    def attend(self, core_attention: CoreAttention, *, has_window: bool) -> Callable[..., Tensor]:
+        """A core attention that stores keys and values and attends to all of them."""
+
+    def segment_ids(self, device: torch.device, *, before: int) -> Tensor:
+        """[B, before + S]: of the new tokens and of those before them, 1, or 0 for padding."""

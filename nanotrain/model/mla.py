@@ -16,6 +16,7 @@ pair neighbours; permuting the rows of query_up and kv_down that produce rotary 
     B batch   S sequence   H hidden   N heads   C width of the compressed keys and values
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from nanotrain.config.model import ModelConfig
 from nanotrain.model.attention import LayerScores
-from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext, ModelParallel
+from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext, ModelParallel, TokenCache
 from nanotrain.model.norm import build_norm
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import Rotary, apply_rotary
@@ -84,6 +85,10 @@ class MultiLatentAttention(nn.Module):
         mask = context.masks[int(self.has_window)]  # torch 2.11 does not trace a bool as an index
         attended = self.core_attention(query, key=key, value=value, mask=mask, scores=scores)
         return self.dropout(self.output(attended.flatten(2)), context.dropout)
+
+    def cached(self, cache: TokenCache) -> dict[str, Callable[..., Tensor]]:
+        """In generation the core attention attends to all keys so far."""
+        return {"core_attention": cache.attend(self.core_attention, has_window=self.has_window)}
 
     def _compress(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S or S/tp, q_lora_rank] and [.., C + R], outside the tensor-parallel region.

@@ -9,7 +9,7 @@ box, and gets the same bits in every topology.
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.spec.boxes import Box
-from nanotrain.spec.params import LocalParam, Normal, ParamSpec
+from nanotrain.spec.params import Constant, LocalParam, Normal, ParamSpec, Uniform
 
 # Elements per block. Another number gives other weights for the same seed.
 BLOCK_ELEMENTS = 2**20
@@ -53,21 +53,28 @@ def initialize(stage: nn.Module, params: Iterable[LocalParam], *, seed: int) -> 
     parameters = dict(stage.named_parameters())
     for local in params:
         spec, target = local.spec, parameters[local.spec.name].data
-        if isinstance(spec.init, Normal):
-            fill_normal(target, spec, box=local.box, seed=seed, std=spec.init.std)
-        else:
+        if isinstance(spec.init, Constant):
             target.fill_(spec.init.value)
+        else:
+            fill_random(target, spec, box=local.box, seed=seed, init=spec.init)
 
 
-def fill_normal(target: Tensor, spec: ParamSpec, *, box: Box, seed: int, std: float) -> None:
-    """Fill a box of a parameter with normal initial values.
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "": lambda x: x,
+    "log": torch.log,
+    "inverse_softplus_of_exp": lambda x: x.exp().expm1().log(),
+}
+
+
+def fill_random(target: Tensor, spec: ParamSpec, *, box: Box, seed: int, init: Normal | Uniform) -> None:
+    """Fill a box of a parameter with random initial values.
 
     Args:
         target: tensor of the box's shape, any dtype or device; filled in place.
         spec: the global parameter.
         box: the box of `target` in it.
         seed: seed of the run.
-        std: standard deviation.
+        init: distribution.
     """
     num_rows, row_shape = spec.shape[0], spec.shape[1:]
     block_rows = max(1, BLOCK_ELEMENTS // max(1, math.prod(row_shape)))
@@ -75,7 +82,11 @@ def fill_normal(target: Tensor, spec: ParamSpec, *, box: Box, seed: int, std: fl
     for start in range(first - first % block_rows, last, block_rows):
         stop = min(start + block_rows, num_rows)
         generator = torch.Generator().manual_seed(_block_seed(seed, spec, start_row=start))
-        block = torch.empty((stop - start, *row_shape)).normal_(0.0, std, generator=generator)
+        block = torch.empty((stop - start, *row_shape))
+        if isinstance(init, Normal):
+            block.normal_(0.0, init.std, generator=generator)
+        else:
+            block = FUNCTIONS[init.function](block.uniform_(init.low, init.high, generator=generator))
         low, high = max(start, first), min(stop, last)
         columns = tuple(slice(a, b) for a, b in zip(box.start[1:], box.stop[1:], strict=True))
         target[low - first : high - first].copy_(block[(slice(low - start, high - start), *columns)])

@@ -3,14 +3,15 @@
     Stage      the layers of one pipeline rank; a model without pipeline parallelism is one stage
     Embedding  tokens -> hidden states        Head  hidden states -> loss or logits
     Block      x + attention(norm(x)), then x + mlp(norm(x)); or with norms of the outputs
+    HalfBlock  one of the two, in models with a hybrid layer pattern
     MLP        up projection, activation, down projection
 
     tokens -> [embedding] -> layers.{first}..{last-1} -> [final_norm -> head] -> loss
               first stage                                 last stage
 
-Other files: attention.py, multi-head latent attention (mla.py), norm.py, rope.py, mixture of experts (moe.py) and
-multi-token prediction (mtp.py). Parameters are declared in spec/parameters.py and created on the meta device;
-modules only use them. Their names are global on every stage.
+Other files: attention.py, multi-head latent attention (mla.py) and what else is in MIXER_MODULES, norm.py, rope.py,
+mixture of experts (moe.py) and multi-token prediction (mtp.py). Parameters are declared in spec/parameters.py and
+created on the meta device; modules only use them. Their names are global on every stage.
 
     B batch   S sequence   H hidden   F inner width of the MLP   V vocabulary   Vp vocabulary with padding
     N query heads   G key/value heads (N is a multiple of G)   D width of a head
@@ -37,6 +38,7 @@ from nanotrain.model.mtp import MTPLayer
 from nanotrain.model.norm import build_norm
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import RotaryTables
+from nanotrain.model.short_conv import ShortConv
 from nanotrain.parallel.tp.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -45,7 +47,9 @@ from nanotrain.parallel.tp.layers import (
     column_parallel,
 )
 from nanotrain.parallel.tp.loss import Targets, TokenGroups, Vocabulary, vocab_parallel_cross_entropy
-from nanotrain.spec.parameters import Declaration, declare_stage
+from nanotrain.spec.declaration import Declaration
+from nanotrain.spec.kinds import MIXERS
+from nanotrain.spec.parameters import declare_stage
 from nanotrain.spec.params import LocalParam
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec
@@ -96,9 +100,8 @@ class Block(nn.Module):
 
     def __init__(self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int) -> None:
         super().__init__()
-        attention = MultiLatentAttention if model_config.multi_latent_attention else Attention
         self.attention_norm = build_norm(model_config, params.submodule("attention_norm"))
-        self.attention = attention(model_config, params.submodule("attention"), parallel=parallel, layer=layer)
+        self.attention = build_mixer(model_config, params.submodule("attention"), parallel=parallel, layer=layer)
         self.attention_post_norm = build_norm(model_config, params.submodule("attention_post_norm"))
         self.mlp_norm = build_norm(model_config, params.submodule("mlp_norm"))
         self.mlp = build_mlp(model_config, params.submodule("mlp"), parallel=parallel, layer=layer)
@@ -110,6 +113,31 @@ class Block(nn.Module):
         """[B, S or S/tp, H] -> the same shape."""
         x = x + self.attention_post_norm(self.attention(self.attention_norm(x), context))
         return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x), context))
+
+
+class HalfBlock(nn.Module):
+    """x + attention(norm(x)), or x + mlp(norm(x)): a layer of a hybrid pattern, with the names of that half of a block.
+
+    Args:
+        model_config: configuration of the model.
+        params: attention, mlp or experts, and those norms before and after it that are declared.
+        parallel: groups of the layer.
+        layer: index in the model.
+    """
+
+    def __init__(self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int) -> None:
+        super().__init__()
+        half, build = ("attention", build_mixer) if params.submodule("attention") else ("mlp", build_mlp)
+        self.add_module(f"{half}_norm", build_norm(model_config, params.submodule(f"{half}_norm")))
+        self.add_module(half, build(model_config, params.submodule(half), parallel=parallel, layer=layer))
+        self.add_module(f"{half}_post_norm", build_norm(model_config, params.submodule(f"{half}_post_norm")))
+        if model_config.has_dropout:
+            self.register_forward_pre_hook(lambda _, args: (args[0], args[1].of_layer(layer)))
+
+    def forward(self, x: Tensor, context: LayerContext) -> Tensor:
+        """[B, S or S/tp, H] -> the same shape."""
+        norm, layer, post_norm = self.children()
+        return x + post_norm(layer(norm(x), context))
 
 
 class Embedding(nn.Module):
@@ -224,10 +252,12 @@ class Stage(nn.Module):
         self._drop_embedded = HiddenDropout(model_config.hidden_dropout, 0, place, parallel.tp)
         # False if a layer attends to all earlier keys, True if one attends within a window; or both
         mtp_layers = shape.mtp_layers if spec.has_head else range(0)
-        self._has_windows = {shape.has_window(i) for i in (*spec.layers, *mtp_layers)}
+        mixers = {i: shape.kinds(i)[0] for i in (*spec.layers, *mtp_layers)}
+        self._has_windows = {shape.has_window(i) for i, mixer in mixers.items() if mixer and MIXERS[mixer].has_keys}
 
-        def build_block(params: Parameters, layer: int) -> Block:
-            return Block(model_config, params, parallel=parallel.of_layer(layer), layer=layer)
+        def build_block(params: Parameters, layer: int) -> nn.Module:
+            block = HalfBlock if None in shape.kinds(layer) else Block
+            return block(model_config, params, parallel=parallel.of_layer(layer), layer=layer)
 
         self.layers = nn.ModuleDict({str(i): build_block(declared.submodule(f"layers.{i}"), i) for i in spec.layers})
         # None without a head: FSDP takes a child without parameters for one that reads those of other units
@@ -320,6 +350,7 @@ class Stage(nn.Module):
         layer_context = LayerContext(
             rotary=(rotary, local),
             masks=(mask, window_mask),
+            segment_ids=batch.segment_ids,
             sequence_positions=context.sequence_positions,
             dropout=dropout,
             aux_loss_scale=context.aux_loss_scale,
@@ -346,6 +377,21 @@ def build_stage(model_config: ModelConfig, spec: StageSpec | None = None, *, dty
     specs = declare_stage(Declaration(ModelShape.of(model_config), dtype), spec)
     params = [LocalParam.unsharded(param) for param in specs]
     return Stage(model_config, spec, params=params, parallel=ModelParallel.single_rank())
+
+
+# by the kinds of spec/kinds.MIXERS: __init__(model_config, params, *, parallel, layer), forward(hidden, context)
+MIXER_MODULES: dict[str, type[nn.Module]] = {
+    "attention": Attention,
+    "mla": MultiLatentAttention,
+    "short_conv": ShortConv,
+}
+
+
+def build_mixer(model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int) -> nn.Module:
+    """The attention of a layer, or what is in its place."""
+    kind, _ = ModelShape.of(model_config).kinds(layer)
+    assert kind is not None, "the parameters of a layer without attention have none"
+    return MIXER_MODULES[kind](model_config, params, parallel=parallel, layer=layer)
 
 
 def build_mlp(model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int = 0) -> nn.Module:

@@ -183,6 +183,11 @@ def shrink_model(config: Config, seq_length: int, *, num_layers: int) -> ModelCo
         window_size=None if model_config.window_size is None else min(model_config.window_size, seq_length // 3),
         window_attn_skip_freq=pattern(model_config.window_attn_skip_freq, model_config.window_layers),
         no_rope_freq=pattern(model_config.no_rope_freq, model_config.no_rope_layers),
+        hybrid_layer_pattern=shrink_letters(model_config.hybrid_layer_pattern, num_layers=num_layers),
+        linear_attention_freq=pattern(
+            model_config.linear_attention_freq,
+            tuple(mixer == model_config.linear_attention_type for mixer in model_config.mixers),
+        ),
         max_position_embeddings=seq_length + 8 * has_longer_positions,
         vocab_size=VOCAB_SIZE,
         make_vocab_size_divisible_by=multiple if multiple <= 128 and multiple % tp == 0 else lcm(16, tp),
@@ -294,6 +299,15 @@ def shrink_pattern(text: str, full: tuple[bool, ...], *, num_layers: int) -> str
     for kind in set(full) - set(small):
         small[full.index(kind) * num_layers // len(full)] = kind
     return str(list(map(int, small)))
+
+
+def shrink_letters(text: str | None, *, num_layers: int) -> str | None:
+    """A hybrid layer pattern of fewer layers, with every kind of layer that there is room for.
+
+    >>> shrink_letters("G-G-*E*E", num_layers=5)
+    'G-*EG'
+    """
+    return None if text is None else "".join([*dict.fromkeys(text), *text][:num_layers])
 
 
 def _first(unit: int, *, least: int, most: int, fits: Callable[[int], bool] = lambda count: True) -> int:

@@ -9,10 +9,12 @@ while its backward runs (`working`); `peak_of_backward` walks the operators back
 
 from collections.abc import Iterable
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.planner.scenario import RankSizes, Scenario
+from nanotrain.spec.declaration import Declaration
+from nanotrain.spec.kinds import MIXERS
 from nanotrain.spec.stages import StageSpec
 
 FP32, INT64 = 4, 8
@@ -83,12 +85,25 @@ class LayerBytes(RankSizes):
         shape, normed = self.shape, 0 if "layernorm" in self.modules else self.hidden
         mask = self.dropout(self.model.hidden_dropout, self.hidden)
         norm = Op(self.hidden + self.statistics, 2 * self.hidden)
-        attention = self.mla(normed) if shape.mla else self.attention(normed)
-        mlp = self.experts(normed) if shape.has_experts(layer) else self.mlp(shape.ffn_size, normed)
-        add = Op(mask, 2 * self.hidden)
-        ops = [norm, *attention, add, norm, *mlp, add]
+        add, (mixer, mlp) = Op(mask, 2 * self.hidden), shape.kinds(layer)
+        ops: list[Op] = []
+        if mixer is not None:
+            known = {"attention": self.attention, "mla": self.mla}
+            ops += [norm, *(known[mixer](normed) if mixer in known else self.declared(layer, normed)), add]
+        if mlp is not None:
+            inner = self.experts(normed) if mlp == "moe" else self.mlp(shape.ffn_size, normed)
+            ops += [norm, *inner, add]
         factor = self.engine.saves_factor
         return [op._replace(saved=int(op.saved * factor)) for op in ops] if factor != 1.0 else ops
+
+    def declared(self, layer: int, normed: int) -> list[Op]:
+        """What a kind keeps in nanotrain, and its linear layers."""
+        kind, rank = MIXERS[self.shape.kinds(layer)[0] or ""], cast(Any, self)
+        weights = [spec for spec in kind.declare(Declaration(self.shape, "bf16", self.tp)) if spec.in_fp8]
+        local = [(spec.shape[0] // self.tp, spec.shape[1]) for spec in weights[:-1]]
+        outputs = sum(rows for rows, _ in local)
+        kept = normed + kind.saved_bytes(rank, layer, self.modules)
+        return [Op(kept, self.tokens * 2 * outputs * self.itemsize + self.hidden, tuple(local))]
 
     def attention(self, normed: int) -> list[Op]:
         """Projection of queries, keys and values, core attention, output projection."""

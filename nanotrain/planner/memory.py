@@ -76,8 +76,7 @@ def _different_ranks(scenario: Scenario) -> list[int]:
     first: dict[object, int] = {}
     for rank, stages in enumerate(scenario.stages):
         kinds = tuple(
-            (tuple(map(scenario.shape.has_experts, stage.layers)), stage.has_embedding, stage.has_head)
-            for stage in stages
+            (tuple(map(scenario.shape.kinds, stage.layers)), stage.has_embedding, stage.has_head) for stage in stages
         )
         first.setdefault(kinds, rank)
     return list(first.values())

@@ -23,6 +23,8 @@ from nanotrain.planner.kernels import (
     memory_s,
 )
 from nanotrain.planner.scenario import RankSizes, Scenario
+from nanotrain.spec.declaration import Declaration
+from nanotrain.spec.kinds import MIXERS
 
 GRAPH_LAUNCHES = 0.1  # launches that are left with CUDA graphs, which cannot hold the dispatch to experts
 ROUTER_LAUNCHES = 20  # scores, top k, losses, counts and their sums
@@ -144,9 +146,32 @@ class Layers(RankSizes):
 
     def block(self, layer: int) -> Parts:
         """A transformer block, by its index in the model."""
-        attention = self.mla(layer) if self.shape.mla else self.attention(layer)
-        inner = self.experts() if self.shape.has_experts(layer) else self.mlp("mlp", self.shape.ffn_size)
-        return [*self.norms(), *attention, *self.norms(), *inner]
+        mixer, mlp = self.shape.kinds(layer)
+        parts: Parts = []
+        if mixer is not None:
+            known = {"attention": self.attention, "mla": self.mla}
+            parts += [*self.norms(), *known.get(mixer, self.declared)(layer)]
+        if mlp is not None:
+            inner = self.experts() if mlp == "moe" else self.mlp("mlp", self.shape.ffn_size)
+            parts += [*self.norms(), *inner]
+        return parts
+
+    def declared(self, layer: int) -> Parts:
+        """The linear layers of a kind, by its parameters, and between them products at the rate of its FLOPs."""
+        kind, seq_length = MIXERS[self.shape.kinds(layer)[0] or ""], self.config.data.seq_length
+        parts: Parts = []
+        for spec in kind.declare(Declaration(self.shape, self.dtype)):
+            if spec.in_fp8:
+                mode = {0: "column", 1: "row"}.get(spec.shards[0].dim, "") if spec.shards else ""
+                outputs, inputs = (
+                    size // (self.tp if spec.shards and spec.shards[0].dim == dim else 1)
+                    for dim, size in enumerate(spec.shape)
+                )
+                parts += self.linear(spec.name, (self.tokens if mode else self.outside, outputs, inputs), mode=mode)
+        flops = kind.sequence_flops(self.shape, layer, seq_length) / 3 * self.tokens / seq_length / self.tp
+        seconds = flops / self.gpu.peak(self.dtype)
+        middle = Part("linear_attn", seconds, 2 * seconds, launches=(10, 20, 0), group="cp", flops=flops)
+        return [*parts[:-1], middle, *parts[-1:]]
 
     def norms(self) -> Parts:
         """The norm before attention or the MLP, and the addition to the residual stream after it."""

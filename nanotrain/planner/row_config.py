@@ -168,7 +168,7 @@ def _config(row: Row, engine: Engine) -> tuple[Config, int]:
     model = replace(model, make_vocab_size_divisible_by=pad).with_padding_for(tp)
     if model.num_layers + sum(config.parallel.counted_ends) < stages:
         raise ConfigError(f"{model.num_layers} layers cannot form {stages} pipeline stages")
-    if model.num_attention_heads % tp or (model.mla is None and model.num_attention_heads % model.query_groups):
+    if model.num_attention_heads % tp or model.num_attention_heads % model.query_groups:
         raise ConfigError(f"{model.num_attention_heads} heads in {model.query_groups} groups cannot form tp={tp}")
     return replace(config, model=model), world_size
 

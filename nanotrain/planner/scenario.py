@@ -108,7 +108,7 @@ class Scenario:
     @cached_property
     def stages(self) -> tuple[tuple[StageSpec, ...], ...]:
         """The stages of every pipeline rank."""
-        specs, num_ranks = stage_specs(self.config.parallel, self.shape.num_layers), self.sizes["pp"]
+        specs, num_ranks = stage_specs(self.config.parallel, self.shape), self.sizes["pp"]
         if self.engine.splits_by_weights and num_ranks > 1:
             specs = stages_of_lengths(_lengths_by_weights(self.shape, num_ranks))
         if self.engine.needs_layout and self._lacks_layout:

@@ -15,7 +15,8 @@ from nanotrain.parallel.pp.actions import ActionKind
 from nanotrain.planner.operators import GRAPH_LAUNCHES, Layers, Parts, Streams
 from nanotrain.planner.scenario import Scenario
 from nanotrain.precision.dtypes import Precision
-from nanotrain.spec.parameters import Declaration, block, declare_stage
+from nanotrain.spec.declaration import Declaration
+from nanotrain.spec.parameters import declare_stage, layer
 from nanotrain.spec.params import ParamSpec
 from nanotrain.spec.stages import StageSpec
 
@@ -52,7 +53,7 @@ class Stages:
         self.precision = Precision.of(self.config.precision)
         self.strategy = self.config.parallel.data_parallel_sharding_strategy
         self._unit = cache(self._build_unit)
-        self._like = dict[tuple[bool, ...], int]()  # the first layer of every kind
+        self._like = dict[tuple[object, ...], int]()  # the first layer of every kind
 
     @cached_property
     def times(self) -> dict[tuple[int, ActionKind], Streams]:
@@ -114,14 +115,13 @@ class Stages:
         if isinstance(name, str):
             return name
         shape = self.layers.shape
-        return self._like.setdefault((shape.has_experts(name), shape.has_window(name), name >= shape.num_layers), name)
+        return self._like.setdefault((shape.kinds(name), shape.has_window(name), name >= shape.num_layers), name)
 
     def _build_unit(self, name: str | int, *, is_recomputed: bool, has_embedding: bool) -> Unit:
         """A module; a tied head has no parameters where the stage has the embedding."""
         shape, layers = self.layers.shape, self.layers
         if isinstance(name, int) and name < shape.num_layers:
-            specs = block(self._declaration, has_experts=self._declaration.shape.has_experts(name))
-            return Unit(layers.block(name), self._count(specs), is_recomputed)
+            return Unit(layers.block(name), self._count(layer(self._declaration, name)), is_recomputed)
         if name == "embedding":
             parts, units = layers.embedding(), {"embedding"}
         elif name == "head":

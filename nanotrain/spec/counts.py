@@ -7,7 +7,9 @@ import re
 from dataclasses import replace
 
 from nanotrain.config.tables import read_table
-from nanotrain.spec.parameters import declare_model
+from nanotrain.spec.declaration import Declaration
+from nanotrain.spec.kinds import MIXERS
+from nanotrain.spec.parameters import declare_model, layer
 from nanotrain.spec.params import ParamSpec
 from nanotrain.spec.shape import ModelShape
 
@@ -37,10 +39,10 @@ def num_active_parameters(shape: ModelShape) -> int:
 def flops_per_token(shape: ModelShape, seq_length: int) -> int:
     """Floating-point operations of forward and backward per trained token.
 
-    6 per active weight of a matrix product (2 forward, 4 backward), plus causal attention: half of the S x S pairs in
-    the scores and in the weighted sum of values, or those within the window of a layer. Multi-token prediction counts
-    with its blocks, projections and uses of the head. As usual, norms (including those of MLA), activations, softmaxes,
-    routers and embedding look-ups are left out.
+    6 per active weight of a matrix product (2 forward, 4 backward), plus what the kinds of layers compute of a sequence
+    without weights, such as causal attention. Multi-token prediction counts with its blocks, projections and uses of
+    the head. As usual, norms (including those of MLA), activations, softmaxes, routers and embedding look-ups are left
+    out.
 
     >>> from nanotrain.config.config import ModelConfig
     >>> llama7b = ModelConfig(num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32,
@@ -50,12 +52,27 @@ def flops_per_token(shape: ModelShape, seq_length: int) -> int:
     """
     weights = shape.num_mtp_layers * shape.vocab_size * shape.hidden_size  # each of them uses the head again
     weights += sum(_active(spec, shape) for spec in _unpadded(shape) if _is_multiplied(spec, shape))
-    pairs_width = shape.num_heads * (shape.head_dim + shape.value_head_dim)
-    window = seq_length if shape.window_size is None else min(shape.window_size, seq_length)
-    num_layers = shape.num_layers + shape.num_mtp_layers
-    num_windows = sum(shape.has_window(layer) for layer in range(num_layers))
-    pairs = (num_layers - num_windows) * seq_length**2 + num_windows * window * (2 * seq_length - window)
-    return 6 * weights + 3 * pairs_width * pairs // max(1, seq_length)
+    layers = range(shape.num_layers + shape.num_mtp_layers)
+    mixers = ((layer, MIXERS[mixer]) for layer in layers if (mixer := shape.kinds(layer)[0]) is not None)
+    of_sequence = sum(kind.sequence_flops(shape, layer, seq_length) for layer, kind in mixers)
+    return 6 * weights + of_sequence // max(1, seq_length)
+
+
+def layer_weights(shape: ModelShape) -> tuple[int, ...]:
+    """Weights that a token is multiplied with in every layer, those of the head added to the last one.
+
+    >>> from nanotrain.config.config import ModelConfig
+    >>> layer_weights(ModelShape.of(ModelConfig(hidden_size=8, num_layers=2, vocab_size=10)))
+    (1792, 1872)
+    """
+    of_kinds = {
+        shape.kinds(index): sum(
+            _active(spec, shape) for spec in layer(Declaration(shape, "fp32"), index) if _is_multiplied(spec, shape)
+        )
+        for index in {shape.kinds(index): index for index in range(shape.num_layers)}.values()
+    }
+    *others, last = (of_kinds[shape.kinds(index)] for index in range(shape.num_layers))
+    return (*others, last + shape.vocab_size * shape.hidden_size)
 
 
 def _unpadded(shape: ModelShape) -> tuple[ParamSpec, ...]:

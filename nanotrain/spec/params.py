@@ -31,6 +31,15 @@ class Normal:
 
 
 @dataclass(frozen=True)
+class Uniform:
+    """Initial values from a uniform distribution, or a function of them."""
+
+    low: float
+    high: float
+    function: str = ""  # "log", or "inverse_softplus_of_exp"; empty: the values themselves
+
+
+@dataclass(frozen=True)
 class Constant:
     """The same initial value for every element."""
 
@@ -51,7 +60,7 @@ class ParamSpec:
     shape: tuple[int, ...]  # global shape
     _: KW_ONLY
     dtype: str  # "fp32", "bf16" or "fp16"
-    init: Normal | Constant  # distribution of the initial values
+    init: Normal | Uniform | Constant  # distribution of the initial values
     weight_decay: bool  # whether weight decay applies
     # the axis that shards each sharded dim; two shards of one dim nest, the first is the outer one
     shards: tuple[Shard, ...] = ()

@@ -6,7 +6,7 @@ Parameters, FLOPs, modules and Hugging Face files read these sizes; none of them
 from dataclasses import dataclass, fields
 from typing import Self
 
-from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig
+from nanotrain.config.model import LinearAttentionConfig, MLAConfig, ModelConfig, MoEConfig
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,11 @@ class ModelShape:
     window_size: int | None = None  # earlier keys that a query attends to, in some layers; None for all
     window_layers: tuple[bool, ...] = ()  # whether each layer has the window
     no_rope_layers: tuple[bool, ...] = ()  # whether each layer is without rotary positions
+    mixers: tuple[str | None, ...] = ()  # kind of attention of each layer, or of what is in its place; spec/kinds
+    mlps: tuple[str | None, ...] = ()  # kind of MLP of each layer
+    has_output_gate: bool = False  # attention multiplies its output by a sigmoid
     mla: MLAConfig | None = None  # sizes of multi-head latent attention (DeepSeek-V2)
+    linear_attention: LinearAttentionConfig | None = None  # sizes of layers with linear_attention_type
     moe: MoEConfig | None = None  # sizes of the mixture-of-experts layers
     moe_layers: tuple[bool, ...] = ()  # whether each layer has experts
     moe_ffn_size: int = 0  # inner width of an expert
@@ -61,7 +65,6 @@ class ModelShape:
             **shared,
             num_positions=model_config.max_position_embeddings if has_learned_positions else None,
             num_heads=model_config.num_attention_heads,
-            value_head_dim=model_config.head_dim if model_config.mla is None else model_config.mla.v_head_dim,
             has_linear_bias=model_config.add_bias_linear,
             has_qkv_bias=model_config.add_bias_linear or model_config.add_qkv_bias,
             has_norm_bias=model_config.normalization == "LayerNorm",
@@ -71,14 +74,20 @@ class ModelShape:
             has_post_norm=model_config.norm_placement != "pre",
             norm_init=0.0 if model_config.apply_layernorm_1p else 1.0,
             has_sink=model_config.softmax_type == "learnable",
+            has_output_gate=model_config.attention_output_gate,
             is_tied=not model_config.untie_embeddings_and_output_weights,
             init_std=model_config.init_method_std,
             num_mtp_layers=model_config.mtp.num_layers or 0,
         )
 
+    def kinds(self, layer: int) -> tuple[str | None, str | None]:
+        """The kinds of attention and MLP of a layer, by its index in the model."""
+        index = self._kind_of(layer)
+        return self.mixers[index], self.mlps[index]
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, by its index in the model, is a mixture of experts."""
-        return self.moe_layers[self._kind_of(layer)]
+        return self.kinds(layer)[1] == "moe"
 
     def has_window(self, layer: int) -> bool:
         """Whether a layer, by its index in the model, attends within the window."""
@@ -87,6 +96,11 @@ class ModelShape:
     def has_rope(self, layer: int) -> bool:
         """Whether a layer, by its index in the model, has the rotary positions of the model."""
         return not self.no_rope_layers[self._kind_of(layer)]
+
+    @property
+    def has_half_layers(self) -> bool:
+        """Whether some layers are attention or an MLP alone."""
+        return None in (*self.mixers, *self.mlps)
 
     @property
     def has_embedding_at_end(self) -> bool:

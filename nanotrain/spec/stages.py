@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import Self
 
 
@@ -91,6 +93,32 @@ def stages_of_lengths(lengths: Sequence[int]) -> tuple[StageSpec, ...]:
         )
         for index in range(len(lengths))
     )
+
+
+@lru_cache(maxsize=64)
+def balanced_lengths(costs: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
+    """The number of layers of every stage, of which the most costly one costs the least.
+
+    Args:
+        costs: cost of every layer, at least as many as stages.
+        num_stages: number of stages, of at least one layer each.
+
+    >>> balanced_lengths((1, 1, 1, 1, 4, 1, 1), 3)
+    (4, 1, 2)
+    """
+    sums = [0, *accumulate(costs)]
+    # the highest cost, and the lengths, of the first layers in the first stages, by the number of layers
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for stage in range(1, num_stages + 1):
+        best = {
+            end: min(
+                (max(most, sums[end] - sums[start]), (*lengths, end - start))
+                for start, (most, lengths) in best.items()
+                if start < end
+            )
+            for end in range(stage, len(sums))
+        }
+    return best[len(costs)][1]
 
 
 def even_shares(total: int, count: int) -> list[int]:

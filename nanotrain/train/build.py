@@ -207,6 +207,7 @@ def _model_parallel(plan: Plan, context: ParallelContext, *, wgrad_queue: WgradQ
         tracks_logits=config.optim.qk_clip or config.train.log_max_attention_logit,
         layers_in_bf16=layers_in_bf16(config.precision.fp8, config.model.num_layers),
         dp=context.group("dp"),
+        cp=context.group("cp"),
     )
 
 

@@ -118,10 +118,10 @@ def test_a_flag_of_a_pattern_takes_its_values_and_leaves_the_next_flag():
 
 def test_flags_with_one_cure_are_named_together():
     with pytest.raises(ConfigError) as caught:
-        load(["--mamba-head-dim", "64", "--hybrid-layer-pattern", "M*M", "--sft"])
+        load(["--gdp-head-dim", "64", "--disable-mamba-mem-eff-path", "--sft"])
     text = str(caught.value)
     assert text.startswith(
-        "3 flags ask for what does not exist here: --mamba-head-dim 64, --hybrid-layer-pattern M*M ("
+        "3 flags ask for what does not exist here: --gdp-head-dim 64, --disable-mamba-mem-eff-path ("
     )
     assert text.count("layers are attention") == 1 and "--sft (" in text
 

@@ -16,7 +16,8 @@ from nanotrain.model.moe import MoELayer
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.transformer import build_mlp
 from nanotrain.parallel.tp.layers import TensorParallel
-from nanotrain.spec.parameters import Declaration, moe
+from nanotrain.spec.declaration import Declaration
+from nanotrain.spec.kinds.mlp import moe
 from nanotrain.spec.shape import ModelShape
 
 B, S, H, E = 4, 32, 16, 8

@@ -23,7 +23,9 @@ from nanotrain.parallel.cp import build_core_attention
 from nanotrain.parallel.cp.split import zigzag_chunks
 from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.spec.counts import num_parameters
-from nanotrain.spec.parameters import Declaration, declare_model, mla
+from nanotrain.spec.declaration import Declaration
+from nanotrain.spec.kinds.attention import mla
+from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.params import LocalParam, ParamSpec, localize
 from nanotrain.spec.shape import ModelShape
 from tests.harness import run_ranks

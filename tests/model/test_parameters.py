@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanotrain.model.parameters import BLOCK_ELEMENTS, Parameters, fill_normal
+from nanotrain.model.parameters import BLOCK_ELEMENTS, Parameters, fill_random
 from nanotrain.spec.boxes import Box
 from nanotrain.spec.params import Constant, LocalParam, Normal, ParamSpec, Shard, localize
 from nanotrain.spec.stages import StageSpec
@@ -88,7 +88,7 @@ def test_any_box_of_a_parameter_is_a_box_of_the_full_parameter(data: st.DataObje
     columns = sorted(data.draw(st.lists(st.integers(0, 700), min_size=2, max_size=2, unique=True)))
     box = Box((rows[0], columns[0]), (rows[1], columns[1]))
     target = torch.full(box.shape, float("nan"))
-    fill_normal(target, HUGE, box=box, seed=3, std=0.02)
+    fill_random(target, HUGE, box=box, seed=3, init=Normal(0.02))
     assert torch.equal(target, full_of_huge()[box.slices()])
 
 
@@ -99,5 +99,5 @@ def test_every_row_of_a_parameter_of_several_blocks_has_numbers_of_its_own() -> 
 @cache
 def full_of_huge() -> torch.Tensor:
     full = torch.empty(HUGE.shape)
-    fill_normal(full, HUGE, box=Box.full(HUGE.shape), seed=3, std=0.02)
+    fill_random(full, HUGE, box=Box.full(HUGE.shape), seed=3, init=Normal(0.02))
     return full

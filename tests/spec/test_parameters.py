@@ -6,7 +6,8 @@ import pytest
 
 from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig, MTPConfig
 from nanotrain.spec.counts import num_parameters
-from nanotrain.spec.parameters import Declaration, declare_model, declare_stage
+from nanotrain.spec.declaration import Declaration
+from nanotrain.spec.parameters import declare_model, declare_stage
 from nanotrain.spec.params import Constant, Normal, ParamSpec, Shard
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec, split_layers

@@ -6,7 +6,7 @@ from typing import Any
 
 from nanotrain.config.config import Config
 from nanotrain.config.model import ModelConfig
-from nanotrain.config.notation import count_mtp_layers, read_named, read_pipeline_layout
+from nanotrain.config.notation import count_mtp_layers, read_hybrid_pattern, read_named, read_pipeline_layout
 from nanotrain.config.parallel import DISCARDED_MODULES
 from nanotrain.config.schedules import length_schedule
 from nanotrain.config.schema import ENTRIES, value_of
@@ -189,7 +189,19 @@ SIZES: dict[str, Callable[[Values], Any]] = {
     "has_rope_layers": lambda v: not all(v.model.no_rope_layers),
     "has_window_layers": lambda v: any(v.model.window_layers),
     "has_expert_layers": lambda v: any(v.model.moe_layers),
-    "has_dense_layers": lambda v: not all(v.model.moe_layers),
+    "has_dense_layers": lambda v: "dense" in v.model.mlps,
+    "mixers": lambda v: v.model.mixers,
+    "pattern_letters": lambda v: read_hybrid_pattern(v.hybrid_layer_pattern or ""),
+    "pattern_length": lambda v: len(v.pattern_letters) or None,
+    "has_linear_layers": lambda v: v.linear_attention_type in v.mixers,
+    "why_no_linear_layers": lambda v: (
+        "hybrid_layer_pattern has no G"
+        if v.hybrid_layer_pattern
+        else f"linear_attention_freq is {v.linear_attention_freq}"
+    ),
+    # the tokens that a chunk gets from the one before
+    "halo_tokens": lambda v: v.linear_conv_kernel_dim - 1 if v.has_linear_layers else 0,
+    "chunk_tokens": lambda v: v.seq_length // (2 * v.cp),
     "recomputed_modules": lambda v: v.recompute_granularity and v.config.memory.recomputed_modules or (),
     "discarded_modules": lambda v: [name for name in v.recomputed_modules if name in DISCARDED_MODULES],
     "splits_sequence_by_tp": lambda v: v.tp > 1 and bool(v.sequence_parallel or v.num_experts is not None),

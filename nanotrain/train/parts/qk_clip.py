@@ -27,6 +27,7 @@ from nanotrain.comm.group import Group
 from nanotrain.config.config import OptimConfig
 from nanotrain.model.attention import MaxLogits
 from nanotrain.optim.distributed import Update
+from nanotrain.spec.kinds import MIXERS
 from nanotrain.spec.shape import ModelShape
 from nanotrain.train.parts.part import BuiltModel, StepPart
 
@@ -112,20 +113,16 @@ def row_factors(of_heads: Tensor, shape: ModelShape, *, alpha: float) -> Mapping
 
     The result may name parameters that the layer does not have (biases, a query without q_lora_rank).
     """
-    if shape.mla is not None:
-        nope, rope, value = shape.mla.qk_head_dim, shape.mla.qk_pos_emb_head_dim, shape.value_head_dim
-        query, key = of_heads**alpha, of_heads ** (1 - alpha)
-        query_rows = _rows((query, nope), (of_heads, rope))
-        key_rows = _rows((key, nope), (torch.ones_like(key), value))
-        return {"query.weight": query_rows, "query_up.weight": query_rows, "kv_up.weight": key_rows}
     shared = of_heads.view(shape.query_groups, -1).amin(dim=1)
-    query = (shared**alpha).repeat_interleave(shape.num_heads // shape.query_groups)
-    query_rows, key_rows = _rows((query, shape.head_dim)), _rows((shared ** (1 - alpha), shape.head_dim))
-    return {
-        f"{name}.{kind}": rows
-        for kind in ("weight", "bias")
-        for name, rows in (("query", query_rows), ("key", key_rows))
+    heads_per_group = shape.num_heads // shape.query_groups
+    factors = {
+        "query": (shared**alpha).repeat_interleave(heads_per_group),
+        "key": shared ** (1 - alpha),
+        "both": shared.repeat_interleave(heads_per_group),
+        "none": torch.ones_like(shared),
     }
+    rows = next(rows for mixer in shape.mixers if mixer and (rows := MIXERS[mixer].clipped_rows))
+    return {name: _rows(*((factors[heads], size) for heads, size in parts)) for name, parts in rows(shape).items()}
 
 
 def _rows(*channels: tuple[Tensor, int]) -> Tensor:

@@ -5,6 +5,7 @@ operations save counts once; parameters do not count. `tests/train/plans/test_ac
 Recomputation (docs/recompute.md) saves less, but during a backward the recomputed part is in memory too.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +14,12 @@ from nanotrain.attention.backends import AttentionChoice, AttentionDevice, insta
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.parallel.tp.loss import chunk_tokens
 from nanotrain.precision.dtypes import Precision
+from nanotrain.spec.kinds import MIXERS, MLPS
 from nanotrain.spec.stages import StageSpec
 from nanotrain.train.plans.plan import Plan
 
 FP8, FP32, INT64 = 1, 4, 8
 ROUTER_TENSORS = 5  # fp32 [tokens, experts]: logits, scores and the probabilities of the losses
-Modules = frozenset[str]  # names of modules that are recomputed
 
 
 @dataclass(frozen=True)
@@ -101,18 +102,16 @@ class Activations:
         recomputed = max((a - b for a, b in zip(complete, selective, strict=True)), default=0)
         return StageBytes(len(layers) * around + sum(selective), recomputed, len(layers) * around + sum(complete))
 
-    def block(self, layer: int, modules: Modules = frozenset()) -> int:
+    def block(self, layer: int, modules: Collection[str] = ()) -> int:
         """A transformer block: the inputs and statistics of both norms, attention, and MLP or experts."""
-        keeps_normed = "layernorm" not in modules
-        norms = self.outside * 2 * (self.width + keeps_normed * 2 * FP32)
+        mixer, mlp = self.shape.kinds(layer)
+        num_halves, keeps_normed = (mixer is not None) + (mlp is not None), "layernorm" not in modules
+        kept = self.outside * num_halves * (self.width + keeps_normed * 2 * FP32)
         if self.shape.has_pre_norm and self.shape.has_post_norm:  # those of the outputs are never recomputed
-            norms += self.outside * 2 * (self.width + FP32)
-        attention = keeps_normed * self.outside * self.width
-        attention += self._mla(layer, modules) if self.shape.mla else self._attention(layer, modules)
-        if self.shape.has_experts(layer):
-            return norms + attention + self._experts(modules)
-        mlp = 0 if "mlp" in modules else self._mlp(self.shape.ffn_size)
-        return norms + attention + keeps_normed * self.outside * self.width + mlp
+            kept += self.outside * num_halves * (self.width + FP32)
+        if mixer is not None:
+            kept += keeps_normed * self.outside * self.width + MIXERS[mixer].saved_bytes(self, layer, modules)
+        return kept if mlp is None else kept + MLPS[mlp].saved_bytes(self, layer, modules)
 
     def head(self) -> int:
         """The input of the final norm, and the gradients that the loss computes in its forward."""
@@ -154,29 +153,17 @@ class Activations:
         widths = [self.shape.ffn_size // self.tp, self.shape.moe_ffn_size // self.etp if self.shape.moe else 0]
         return max(self.tokens, self.shape.hidden_size) * max(self.shape.hidden_size, *widths) * (2 * FP32 + FP8)
 
-    def _attention(self, layer: int, modules: Modules) -> int:
-        shape, heads = self.shape, self.shape.num_heads // self.tp
-        groups = max(1, shape.query_groups // self.tp)
-        normed = (heads + groups) * (shape.head_dim * self.itemsize + FP32) if shape.has_qk_norm else 0
-        normed += (heads + groups) * shape.head_dim * 2 * FP32 if shape.has_wide_qk_norm else 0
-        return self.tokens * normed + self._core_attention(layer, (heads, groups), modules=modules)
-
-    def _mla(self, layer: int, modules: Modules) -> int:
-        """The compressed vectors before and after their norms, and the core attention."""
-        mla, heads = self.shape.mla, self.shape.num_heads // self.tp
-        assert mla is not None, "callers check it"
-        compressed = 2 * (mla.q_lora_rank or 0) + 2 * mla.kv_lora_rank + mla.qk_pos_emb_head_dim
-        return self.outside * compressed * self.itemsize + self._core_attention(layer, (heads, heads), modules=modules)
-
-    def _core_attention(self, layer: int, heads: tuple[int, int], *, modules: Modules) -> int:
+    def core_attention(self, layer: int, heads: tuple[int, int], *, modules: Collection[str]) -> int:
         """Query, key, value, output and its log-sum-exp; only the backend math saves a mask (attention/tiles.py)."""
         (num_heads, groups), shape, is_ring = heads, self.shape, self.cp_comm_type == "p2p"
         backend = self._backend(layer)
         is_sdpa = self.device == "cpu" and backend == "sdpa flash"
         value_dim, keeps_inputs = shape.value_head_dim, "mla_up_proj" not in modules
+        # values are views of what kv_up of MLA returns
+        beside_values = 0 if shape.mla is None else shape.mla.qk_head_dim
         if "core_attn" in modules:  # its inputs, and its output for the layer that follows
-            value_input = value_dim + (shape.mla.qk_head_dim if shape.mla else 0)
-            inputs = keeps_inputs * (num_heads * shape.head_dim + groups * (shape.head_dim + value_input))
+            inputs = num_heads * shape.head_dim + groups * (shape.head_dim + value_dim + beside_values)
+            inputs *= keeps_inputs
             return self.tokens * (inputs + num_heads * value_dim) * self.itemsize
         if backend == "math" and not self.config.model.has_score_options:
             return self._written_out(num_heads)
@@ -189,8 +176,8 @@ class Activations:
             groups = groups if is_sdpa and self.itemsize == FP32 else num_heads
         if is_padded:
             value_dim = shape.head_dim
-        elif not is_repeated and shape.mla and self.cp_comm_type in (None, "p2p"):
-            value_dim += shape.mla.qk_head_dim  # values are views of what kv_up returns
+        elif not is_repeated and self.cp_comm_type in (None, "p2p"):
+            value_dim += beside_values
         key_value = groups * (shape.head_dim + value_dim) * (self.cp if self.cp_comm_type == "allgather" else 1)
         query = num_heads * shape.head_dim
         if not keeps_inputs and self.cp_comm_type != "a2a":  # which keeps copies of all three
@@ -211,6 +198,11 @@ class Activations:
         """The name of a layer's attention backend."""
         return self.attention[self.shape.has_window(layer)][0].name
 
+    def dense(self, modules: Collection[str]) -> int:
+        """An MLP and its input."""
+        kept = 0 if "mlp" in modules else self._mlp(self.shape.ffn_size)
+        return ("layernorm" not in modules) * self.outside * self.width + kept
+
     def _mlp(self, inner: int) -> int:
         """Up and its activation; with a gate also gate and product. SwiGLU saves no activation."""
         return self.tokens * inner // self.tp * self._num_inner() * self.itemsize
@@ -223,7 +215,7 @@ class Activations:
         is_swiglu = model.activation == "swiglu" and not model.glu_linear_offset
         return 4 - is_swiglu + 2 * (model.activation_func_clamp_value is not None)
 
-    def _experts(self, modules: Modules) -> int:
+    def experts(self, modules: Collection[str]) -> int:
         """Router, permuted tokens before, inside and after the experts (evenly routed), shared expert."""
         moe, keeps_normed = self.shape.moe, "layernorm" not in modules
         assert moe is not None, "callers check it"

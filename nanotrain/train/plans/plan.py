@@ -34,10 +34,12 @@ from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule, forward_o
 from nanotrain.parallel.pp.transfers import RankPlan, plan_rank
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES, WEIGHT_DTYPE
-from nanotrain.spec.parameters import Declaration, declare_stage
+from nanotrain.spec.counts import layer_weights
+from nanotrain.spec.declaration import Declaration
+from nanotrain.spec.parameters import declare_stage
 from nanotrain.spec.params import LocalParam, localize
 from nanotrain.spec.shape import ModelShape
-from nanotrain.spec.stages import StageSpec, split_layers, stages_of_lengths
+from nanotrain.spec.stages import StageSpec, balanced_lengths, split_layers, stages_of_lengths
 from nanotrain.topology.groups import GroupName, GroupSpec
 from nanotrain.topology.topology import Topology
 
@@ -298,23 +300,27 @@ def _plan_stages(
 ) -> Iterator[StagePlan]:
     sizes = {axis: groups[axis].size for axis in ("tp", "ep", "etp")}
     declaration = Declaration(shape, config.precision.params_dtype, sizes["tp"], config.parallel.sequence_parallel)
-    for spec in stage_specs(config.parallel, shape.num_layers)[coords["pp"] :: groups["pp"].size]:
+    for spec in stage_specs(config.parallel, shape)[coords["pp"] :: groups["pp"].size]:
         declared = declare_stage(declaration, spec)
         params = tuple(localize(param, coords=coords, sizes=sizes) for param in declared)
         buffers = tuple(_plan_buffers(params, config, groups=groups))
         yield StagePlan(spec, params, buffers, shape.mtp_layers if spec.has_head else range(0))
 
 
-def stage_specs(parallel: ParallelConfig, num_layers: int) -> tuple[StageSpec, ...]:
-    """The stages of all pipeline ranks."""
+def stage_specs(parallel: ParallelConfig, shape: ModelShape) -> tuple[StageSpec, ...]:
+    """The stages of all pipeline ranks; of a hybrid layer pattern those that share its weights best."""
     if parallel.pipeline_model_parallel_layout is not None:
         return stages_of_lengths(read_pipeline_layout(parallel.pipeline_model_parallel_layout))
     per_rank = parallel.num_virtual_stages_per_pipeline_rank
+    num_stages = parallel.pipeline_model_parallel_size * per_rank
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    if shape.has_half_layers and num_stages > 1 and first is last is None and not any(parallel.counted_ends):
+        return stages_of_lengths(balanced_lengths(layer_weights(shape), num_stages))
     return split_layers(
-        num_layers,
-        parallel.pipeline_model_parallel_size * per_rank,
-        first=parallel.decoder_first_pipeline_num_layers,
-        last=parallel.decoder_last_pipeline_num_layers,
+        shape.num_layers,
+        num_stages,
+        first=first,
+        last=last,
         stages_per_rank=per_rank,
         counted_ends=parallel.counted_ends,
     )

@@ -29,6 +29,8 @@ from nanotrain.parallel.pp.actions import Action, ActionKind
 from nanotrain.parallel.pp.transfers import TransferBatch
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES
+from nanotrain.spec.declaration import ContextRank
+from nanotrain.spec.kinds import MIXERS
 from nanotrain.topology.groups import GroupName
 from nanotrain.train.plans.plan import BufferPlan, Plan, StagePlan
 
@@ -128,27 +130,35 @@ def pipeline(plan: Plan) -> Iterator[tuple[Key, int]]:
 
 
 def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
-    """Every attention layer of this rank, forward and backward."""
-    config, group = plan.config, plan.groups["cp"]
-    size, tp = group.size, plan.groups["tp"].size
-    count = ATTENTION_BYTES.get(config.parallel.cp_comm_type)
-    if size == 1 or count is None:
+    """Every attention layer of this rank, or what is in its place, forward and backward."""
+    config, group, shape = plan.config, plan.groups["cp"], plan.shape
+    size, tp, itemsize = group.size, plan.groups["tp"].size, Precision.of(config.precision).params.itemsize
+    if size == 1:
         return
     layer = AttentionShape(
         positions=config.train.micro_batch_size * config.data.seq_length // size,
-        num_heads=plan.shape.num_heads // tp,
-        num_groups=max(1, (plan.shape.num_heads if plan.shape.mla else plan.shape.query_groups) // tp),
-        head_dim=plan.shape.head_dim,
-        value_head_dim=plan.shape.value_head_dim,
-        itemsize=Precision.of(config.precision).params.itemsize,
+        num_heads=shape.num_heads // tp,
+        num_groups=max(1, shape.query_groups // tp),
+        head_dim=shape.head_dim,
+        value_head_dim=shape.value_head_dim,
+        itemsize=itemsize,
     )
+    rank = ContextRank(group.index, size, tp, config.train.micro_batch_size, itemsize)
+    of_core_attention = ATTENTION_BYTES.get(config.parallel.cp_comm_type, lambda layer, size: {})(layer, size)
     is_full = config.memory.recompute_granularity == "full"
     # a core attention that runs again alone, not in a layer, ends at its last saved tensor: the output is not sent
     unsent = 0 if is_full or config.parallel.cp_comm_type != "a2a" else layer.output_bytes(size)
-    num_layers, again = len(_layers(plan)), len(recomputed_layers(plan, "core_attn"))
-    for operation, (forward, backward) in count(layer, size).items():
-        num_bytes = num_layers * (forward + backward) + again * max(0, forward - unsent)
-        yield ("cp", operation), plan.num_microbatches * num_bytes
+    num_layers, again = (
+        Counter(shape.kinds(each)[0] for each in layers)
+        for layers in (_layers(plan), recomputed_layers(plan, "core_attn"))
+    )
+    for name in filter(None, num_layers):
+        kind = MIXERS[name]
+        sent = of_core_attention if kind.cp_bytes is None else kind.cp_bytes(shape, rank)
+        num_again = again[name] if kind.cp_bytes is None or is_full else 0
+        for operation, (forward, backward) in sent.items():
+            num_bytes = num_layers[name] * (forward + backward) + num_again * max(0, forward - unsent)
+            yield ("cp", operation), plan.num_microbatches * num_bytes
 
 
 def experts(plan: Plan) -> Iterator[tuple[Key, int]]:

@@ -1,0 +1,36 @@
+"""Short causal convolutions of every channel by itself, as in front of linear attention.
+
+out_t = sum_k weight_k x_{t - K + 1 + k} + bias          tokens of other documents count as zeros
+
+R rows: sequences, or chunks of them   C tokens   K kernel size   D channels
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanotrain.attention.chunks import accumulate_dtype
+
+
+def causal_conv(window: Tensor, weight: Tensor, bias: Tensor | None, *, segment_ids: Tensor | None = None) -> Tensor:
+    """The convolution of every token with those before it.
+
+    Args:
+        window: [R, K - 1 + C, D], the tokens and the K - 1 before them.
+        weight: [D, K].
+        bias: [D] or None.
+        segment_ids: [R, K - 1 + C], documents of the tokens; None where all are of one.
+
+    Returns:
+        [R, C, D].
+    """
+    if segment_ids is None:
+        return F.conv1d(window.mT, weight[:, None], bias, groups=len(weight)).mT
+    kernel, dtype = weight.shape[1], accumulate_dtype(window)
+    length = window.shape[1] - kernel + 1
+    own, out = segment_ids[:, kernel - 1 :], None if bias is None else bias.to(dtype)
+    for k, tap in enumerate(weight.to(dtype).unbind(1)):
+        is_seen = (segment_ids[:, k : k + length] == own)[..., None]
+        term = window[:, k : k + length].to(dtype) * is_seen * tap
+        out = term if out is None else out + term
+    assert out is not None, "a kernel has at least one weight"
+    return out.to(window.dtype)

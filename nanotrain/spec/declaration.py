@@ -1,0 +1,171 @@
+"""What a kind of layer declares: its parameters, FLOPs and saved bytes; pure, without torch.
+
+    Declaration             sizes, dtype and parallelism; declares the kinds of linear layers
+    norm                    LayerNorm or RMSNorm
+    LayerKind               one row of the tables in spec/kinds
+    RankSizes, ContextRank  sizes of a rank, for saved bytes and for bytes sent over cp
+    nest, grouped, summed   names, groups and gradient axes of parameters
+
+Weights are [outputs, inputs]. Over tp, column-parallel layers are sharded along their outputs and row-parallel layers
+along their inputs; a bias follows the outputs. Experts are stacked along dim 0, which ep shards.
+
+The gradient of a parameter is summed over tp if each tp rank computes it from its own tokens or heads only.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from nanotrain.spec.params import Constant, Normal, ParamSpec, Shard, Uniform
+from nanotrain.spec.shape import ModelShape
+
+Specs = tuple[ParamSpec, ...]
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """Sizes, dtype and parallelism that the parameters of a layer depend on."""
+
+    shape: ModelShape  # of the model
+    dtype: str  # "fp32", "bf16" or "fp16"
+    tensor_parallel_size: int = 1  # ranks of tp; key and value heads are replicated where they are fewer
+    sequence_parallel: bool = False  # replicated parameters are applied to a sequence shard per tp rank
+
+    @property
+    def sequence_axes(self) -> tuple[str, ...]:
+        """Axes that sum the gradients of parameters outside the tensor-parallel region."""
+        return ("tp",) if self.sequence_parallel else ()
+
+    @property
+    def output_std(self) -> float:
+        """Standard deviation of projections into the residual stream (Radford et al. 2019, section 2.3)."""
+        return self.shape.init_std / math.sqrt(2 * self.shape.num_layers)
+
+    def weight(self, *shape: int, std: float | None = None) -> ParamSpec:
+        """A weight with normal initial values, decayed."""
+        init = Normal(self.shape.init_std if std is None else std)
+        return ParamSpec("weight", shape, dtype=self.dtype, init=init, weight_decay=True, needs_whole_matrix=True)
+
+    def linear_weight(self, *shape: int, std: float | None = None) -> ParamSpec:
+        """A weight of linear layers or experts, whose products may be in fp8."""
+        return replace(self.weight(*shape, std=std), in_fp8=True)
+
+    def vector(self, name: str, *shape: int, value: float = 0.0) -> ParamSpec:
+        """A vector, or one per expert, with a constant initial value, not decayed."""
+        return ParamSpec(name, shape, dtype=self.dtype, init=Constant(value), weight_decay=False)
+
+    def bias(self, *shape: int, exists: bool) -> Specs:
+        """A bias, if the layer has one."""
+        return (self.vector("bias", *shape),) if exists else ()
+
+    def column_linear(self, outputs: int, inputs: int, *, bias: bool = False) -> Specs:
+        """A linear layer sharded along its outputs."""
+        specs = (self.linear_weight(outputs, inputs), *self.bias(outputs, exists=bias))
+        return tuple(replace(spec, shards=(Shard(0, "tp"),)) for spec in specs)
+
+    def row_linear(self, outputs: int, inputs: int, *, bias: bool = False) -> Specs:
+        """A projection into the residual stream, sharded along its inputs; its bias is added after the reduction."""
+        weight = replace(self.linear_weight(outputs, inputs, std=self.output_std), shards=(Shard(1, "tp"),))
+        return (weight, *summed(self.bias(outputs, exists=bias), self.sequence_axes))
+
+    def replicated_linear(self, outputs: int, inputs: int) -> Specs:
+        """A linear layer that every tp rank holds and applies outside the tensor-parallel region."""
+        return summed([self.linear_weight(outputs, inputs)], self.sequence_axes)
+
+    def convolution(self, channels: int, kernel: int, *, bias: bool = False) -> Specs:
+        """A short convolution of every channel by itself, [channels, kernel], sharded along the channels."""
+        init = Uniform(-(kernel**-0.5), kernel**-0.5)
+        weight = replace(self.weight(channels, kernel), needs_whole_matrix=False)
+        specs = (weight, *self.bias(channels, exists=bias))
+        return tuple(replace(spec, init=init, shards=(Shard(0, "tp"),)) for spec in specs)
+
+    def vocab_parallel(self) -> ParamSpec:
+        """A table with one row per token of the padded vocabulary: the word embedding or the head."""
+        weight = self.weight(self.shape.padded_vocab_size, self.shape.hidden_size)
+        weight = replace(weight, shards=(Shard(0, "tp"),), needs_whole_matrix=False, is_embedding_or_output=True)
+        return replace(weight, is_shared=self.shape.num_mtp_layers > 0)
+
+
+def norm(declare: Declaration, size: int) -> Specs:
+    """LayerNorm (weight and bias) or RMSNorm (weight), outside the tensor-parallel region."""
+    weight = declare.vector("weight", size, value=declare.shape.norm_init)
+    bias = declare.bias(size, exists=declare.shape.has_norm_bias)
+    return grouped("norms", summed((weight, *bias), declare.sequence_axes))
+
+
+def nest(layer: str, specs: Iterable[ParamSpec]) -> Specs:
+    """Prefix the names of a layer's parameters."""
+    return tuple(replace(spec, name=f"{layer}.{spec.name}") for spec in specs)
+
+
+def grouped(group: str, specs: Iterable[ParamSpec]) -> Specs:
+    """Set the group of those parameters that have none yet."""
+    return tuple(replace(spec, group=spec.group or group) for spec in specs)
+
+
+def summed(specs: Iterable[ParamSpec], axes: tuple[str, ...]) -> Specs:
+    """Sum the gradients over these axes."""
+    return tuple(replace(spec, grad_sum_axes=axes) for spec in specs)
+
+
+class RankSizes(Protocol):
+    """What one rank computes of a microbatch, as far as saved bytes depend on it."""
+
+    shape: ModelShape
+    tokens: int  # of the rank
+    outside: int  # tokens outside of tensor-parallel layers
+    tp: int  # ranks of tp
+    itemsize: int  # bytes per element of activations
+
+    def core_attention(self, layer: int, heads: tuple[int, int], *, modules: Collection[str]) -> int:
+        """Bytes that softmax attention keeps of so many query and key/value heads."""
+
+    def dense(self, modules: Collection[str]) -> int:
+        """Bytes that an MLP keeps, its input included."""
+
+    def experts(self, modules: Collection[str]) -> int:
+        """Bytes that a mixture of experts keeps, its input included."""
+
+
+@dataclass(frozen=True)
+class ContextRank:
+    """A rank of a context-parallel group, with two chunks of every sequence (parallel/cp/chunks.py)."""
+
+    index: int  # in the group
+    size: int  # ranks of the group
+    tp: int  # ranks of tp, which shard heads and channels
+    num_sequences: int  # of a microbatch
+    itemsize: int  # bytes per element of activations
+
+    def halo_bytes(self, elements: int) -> int:
+        """Bytes sent for a halo of so many elements over tp before each chunk, in one direction.
+
+        >>> [ContextRank(index, 4, tp=2, num_sequences=1, itemsize=4).halo_bytes(6) for index in range(4)]
+        [12, 24, 24, 12]
+        """
+        num_neighbours = (self.index > 0) + (self.index < self.size - 1)
+        return num_neighbours * self.num_sequences * elements // self.tp * self.itemsize
+
+
+def _nothing(shape: ModelShape, layer: int, seq_length: int) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """A kind of attention, of what is in its place, or of MLP."""
+
+    declare: Callable[[Declaration], Specs]  # parameters, named relative to the module
+    # bytes that autograd keeps of a microbatch, by rank, layer and recomputed modules; of attention without the
+    # normalized input, which the block counts
+    saved_bytes: Callable[[RankSizes, int, Collection[str]], int]
+    # forward and backward FLOPs of a sequence that are no product with a weight, by shape, layer and length
+    sequence_flops: Callable[[ModelShape, int, int], int] = _nothing
+    has_keys: bool = False  # queries attend to keys: the layer has a mask, a window and a cache of keys and values
+    # of QK-clip: (heads, channels) of the rows of a query or key parameter, head by head, by the parameter's name;
+    # heads are those that scale alike: "query", "key", "both" or "none"
+    clipped_rows: Callable[[ModelShape], Mapping[str, tuple[tuple[str, int], ...]]] | None = None
+    # bytes that a rank sends over cp for a microbatch, forward and backward, by operation; without it core attention
+    # communicates
+    cp_bytes: Callable[[ModelShape, "ContextRank"], Mapping[str, tuple[int, int]]] | None = None

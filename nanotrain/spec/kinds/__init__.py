@@ -1,0 +1,30 @@
+"""The kinds of layers, pure: one row per kind. Their modules are the tables of model/transformer.py.
+
+    MIXERS   attention and what may be in its place, by the names in `ModelShape.mixers`
+    MLPS     by the names in `ModelShape.mlps`
+
+docs/layer_kinds.md describes how to add one.
+"""
+
+from nanotrain.spec.declaration import LayerKind
+from nanotrain.spec.kinds import attention, mlp, short_conv
+
+MIXERS: dict[str, LayerKind] = {
+    "attention": LayerKind(
+        attention.attention,
+        attention.attention_bytes,
+        attention.pair_flops,
+        has_keys=True,
+        clipped_rows=attention.attention_rows,
+    ),
+    "mla": LayerKind(
+        attention.mla, attention.mla_bytes, attention.pair_flops, has_keys=True, clipped_rows=attention.mla_rows
+    ),
+    "short_conv": LayerKind(short_conv.declare, short_conv.saved_bytes, cp_bytes=short_conv.cp_bytes),
+}
+MLPS: dict[str, LayerKind] = {
+    "dense": LayerKind(
+        lambda declare: mlp.mlp(declare, declare.shape.ffn_size), lambda rank, _, modules: rank.dense(modules)
+    ),
+    "moe": LayerKind(mlp.moe, lambda rank, _, modules: rank.experts(modules)),
+}

@@ -1,0 +1,104 @@
+"""Softmax attention: with grouped key/value heads, and multi-head latent attention (MLA)."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from nanotrain.spec.declaration import Declaration, RankSizes, Specs, grouped, nest, norm, summed
+from nanotrain.spec.params import Normal, Shard
+from nanotrain.spec.shape import ModelShape
+
+FP32 = 4
+
+
+def attention(declare: Declaration) -> Specs:
+    """Multi-head attention with grouped key/value heads; several tp ranks may share a replicated head."""
+    shape = declare.shape
+    query_size, key_size = shape.num_heads * shape.head_dim, shape.query_groups * shape.head_dim
+    key = declare.column_linear(key_size, shape.hidden_size, bias=shape.has_qkv_bias)
+    if shape.replicates_kv_heads(declare.tensor_parallel_size):
+        key = tuple(replace(spec, shards=(), grad_sum_axes=("tp",)) for spec in key)
+    specs: Specs = ()
+    if shape.has_sink:
+        sink = declare.vector("softmax_offset", shape.num_heads)
+        specs = (replace(sink, init=Normal(shape.init_std), shards=(Shard(0, "tp"),)),)
+    specs += nest("query", declare.column_linear(query_size, shape.hidden_size, bias=shape.has_qkv_bias))
+    specs += nest("key", key) + nest("value", key)
+    if shape.has_output_gate:
+        specs += nest("gate", declare.column_linear(query_size, shape.hidden_size, bias=shape.has_qkv_bias))
+    if shape.has_qk_norm:
+        # of the kind of the other norms, as in Megatron-LM; applied to the heads of each tp rank
+        per_head = summed(norm(declare, shape.head_dim), ("tp",))
+        specs += nest("query_norm", per_head) + nest("key_norm", per_head)
+    if shape.has_wide_qk_norm:  # OLMo 2; each tp rank has all weights and uses those of its heads
+        for name, size in (("query_norm", query_size), ("key_norm", key_size)):
+            wide = summed([declare.vector("weight", size, value=shape.norm_init)], ("tp",))
+            specs += grouped("norms", nest(name, wide))
+    return specs + nest("output", declare.row_linear(shape.hidden_size, query_size, bias=shape.has_linear_bias))
+
+
+def mla(declare: Declaration) -> Specs:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): replicated down-projections, sharded up-projections."""
+    shape = declare.shape
+    assert shape.mla is not None, "a model without latent attention declares `attention`"
+    hidden, rank, compressed = shape.hidden_size, shape.mla.q_lora_rank, shape.mla.kv_lora_rank
+    query_size = shape.num_heads * shape.head_dim
+    if rank is None:
+        specs = nest("query", declare.column_linear(query_size, hidden))
+    else:
+        specs = nest("query_down", declare.replicated_linear(rank, hidden))
+        specs += nest("query_latent_norm", norm(declare, rank))
+        specs += nest("query_up", declare.column_linear(query_size, rank))
+    key_value_size = shape.num_heads * (shape.mla.qk_head_dim + shape.value_head_dim)
+    return (
+        *specs,
+        *nest("kv_down", declare.replicated_linear(compressed + shape.mla.qk_pos_emb_head_dim, hidden)),
+        *nest("kv_latent_norm", norm(declare, compressed)),
+        *nest("kv_up", declare.column_linear(key_value_size, compressed)),
+        *nest("output", declare.row_linear(hidden, shape.num_heads * shape.value_head_dim)),
+    )
+
+
+def attention_bytes(rank: RankSizes, layer: int, modules: Collection[str]) -> int:
+    """The inputs of the norms of queries and keys, and the core attention."""
+    shape, heads, groups = rank.shape, rank.shape.num_heads // rank.tp, max(1, rank.shape.query_groups // rank.tp)
+    normed = (heads + groups) * (shape.head_dim * rank.itemsize + FP32) if shape.has_qk_norm else 0
+    normed += (heads + groups) * shape.head_dim * 2 * FP32 if shape.has_wide_qk_norm else 0
+    # the gate, its sigmoid and the output that it multiplies
+    gated = 3 * heads * shape.value_head_dim * rank.itemsize if shape.has_output_gate else 0
+    return rank.tokens * (normed + gated) + rank.core_attention(layer, (heads, groups), modules=modules)
+
+
+def mla_bytes(rank: RankSizes, layer: int, modules: Collection[str]) -> int:
+    """The compressed vectors before and after their norms, and the core attention."""
+    mla, heads = rank.shape.mla, rank.shape.num_heads // rank.tp
+    assert mla is not None, "a layer of MLA has its sizes"
+    compressed = 2 * (mla.q_lora_rank or 0) + 2 * mla.kv_lora_rank + mla.qk_pos_emb_head_dim
+    kept = rank.core_attention(layer, (heads, heads), modules=modules)
+    return rank.outside * compressed * rank.itemsize + kept
+
+
+def pair_flops(shape: ModelShape, layer: int, seq_length: int) -> int:
+    """Causal attention: half of the S x S pairs in the scores and in the weighted sum of values, or the window's."""
+    window = seq_length
+    if shape.has_window(layer) and shape.window_size is not None:
+        window = min(shape.window_size, seq_length)
+    pairs = window * (2 * seq_length - window)  # twice their number; S^2 without a window
+    return 3 * shape.num_heads * (shape.head_dim + shape.value_head_dim) * pairs
+
+
+Rows = Mapping[str, tuple[tuple[str, int], ...]]
+
+
+def attention_rows(shape: ModelShape) -> Rows:
+    """QK-clip: the rows of query and key, of weights and biases."""
+    width = shape.head_dim
+    names = (("query", "query"), ("key", "key"))
+    return {f"{name}.{leaf}": ((heads, width),) for name, heads in names for leaf in ("weight", "bias")}
+
+
+def mla_rows(shape: ModelShape) -> Rows:
+    """QK-clip: channels without position are scaled in both, rotary ones, whose key is shared, in the query alone."""
+    assert (mla := shape.mla) is not None, "a layer of MLA has its sizes"
+    query = (("query", mla.qk_head_dim), ("both", mla.qk_pos_emb_head_dim))
+    key = (("key", mla.qk_head_dim), ("none", shape.value_head_dim))
+    return {"query.weight": query, "query_up.weight": query, "kv_up.weight": key}

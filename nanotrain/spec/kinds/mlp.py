@@ -1,0 +1,40 @@
+"""MLPs: dense, and mixtures of experts."""
+
+from dataclasses import replace
+from functools import partial
+
+from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, summed
+from nanotrain.spec.params import Shard
+
+
+def mlp(declare: Declaration, inner: int) -> Specs:
+    """Up and down projections, with a gate where the activation has one."""
+    hidden, bias = declare.shape.hidden_size, declare.shape.has_linear_bias
+    up = declare.column_linear(inner, hidden, bias=bias)
+    gate = nest("gate", up) if declare.shape.is_gated else ()
+    return (*gate, *nest("up", up), *nest("down", declare.row_linear(hidden, inner, bias=bias)))
+
+
+def moe(declare: Declaration) -> Specs:
+    """A router, stacked experts, and a shared expert with its gate where the model has them."""
+    shape, moe_config = declare.shape, declare.shape.moe
+    assert moe_config is not None, "a dense model has no experts"
+    num_experts, hidden, inner = moe_config.num_experts, shape.hidden_size, shape.moe_ffn_size
+    bias = partial(declare.bias, exists=shape.has_linear_bias)
+    # Each tp rank routes a sequence shard, with or without sequence parallelism.
+    router = summed([declare.weight(num_experts, hidden), *bias(num_experts)], ("tp",))
+    up = [declare.linear_weight(num_experts, inner, hidden), *bias(num_experts, inner)]
+    ups = [replace(spec, shards=(Shard(0, "ep"), Shard(1, "etp")), is_expert=True) for spec in up]
+    down = declare.linear_weight(num_experts, hidden, inner, std=declare.output_std)
+    downs = [replace(down, shards=(Shard(0, "ep"), Shard(2, "etp")), is_expert=True)]
+    # Every rank of etp has the bias after the experts, and its full gradient.
+    downs += [replace(spec, shards=(Shard(0, "ep"),), is_expert=True) for spec in bias(num_experts, hidden)]
+    experts = (*nest("experts.up", ups), *nest("experts.down", downs))
+    experts = (*nest("experts.gate", ups), *experts) if shape.is_gated else experts
+    specs = (*nest("router", router), *grouped("experts", experts))
+    if moe_config.shared_expert_intermediate_size is None:
+        return specs
+    specs += nest("shared", mlp(declare, moe_config.shared_expert_intermediate_size))
+    if not moe_config.shared_expert_gate:
+        return specs
+    return specs + nest("shared_gate", summed([declare.weight(1, shape.hidden_size)], declare.sequence_axes))
