@@ -5,17 +5,27 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanotrain.config.model import MLAConfig, MoEConfig
+from nanotrain.config.model import LinearAttentionConfig, MLAConfig, MoEConfig
 from nanotrain.inference.cache import KVCache
+from nanotrain.model.transformer import Stage
 from tests.model.building import GPT2, LLAMA, QWEN3, VOCAB, build, randomize
 
+LINEAR = {"linear_attention_type": "short_conv", "linear_attention": LinearAttentionConfig(conv_kernel_dim=3)}
 MLA_SIZES = MLAConfig(q_lora_rank=24, kv_lora_rank=16, qk_head_dim=12, qk_pos_emb_head_dim=8, v_head_dim=10)
 MODELS = {
+    "short convolutions": replace(LLAMA, **LINEAR, linear_attention_freq="2"),
+    "half layers": replace(LLAMA, **LINEAR, num_layers=4, hybrid_layer_pattern="G-*-", attention_output_gate=True),
     "learned positions": GPT2,
     "grouped queries, windows": replace(LLAMA, window_size=3, window_attn_skip_freq="2"),
     "experts": replace(QWEN3, moe=MoEConfig(num_experts=4, ffn_hidden_size=16)),
     "mla": replace(LLAMA, num_query_groups=None, multi_latent_attention=True, mla=MLA_SIZES),
 }
+
+
+def functions_of(model: Stage) -> list[object]:
+    """The functions that a cache replaces."""
+    named = ((module, name) for module in model.modules() for name in ("core_attention", "extend"))
+    return [getattr(module, name) for module, name in named if hasattr(module, name)]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -24,7 +34,7 @@ def test_logits_are_those_without_a_cache(name: str) -> None:
     draw = torch.Generator().manual_seed(3)
     texts = [torch.randint(0, VOCAB, (length,), generator=draw).tolist() for length in (9, 13, 12)]
     lengths = [len(text) - 6 for text in texts]  # prompts of 3, 7 and 6 tokens
-    cores = [block.attention.core_attention for block in model.layers.values()]
+    cores = functions_of(model)
     longest = max(lengths)
     cache = KVCache(model, lengths, capacity=13)
     prompts = [text[:-6] for text in texts]
@@ -37,4 +47,4 @@ def test_logits_are_those_without_a_cache(name: str) -> None:
             torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-5)
         parts = [text[len(prompt) :][:num_new] for text, prompt in zip(texts, prompts, strict=True)]
         prompts = [prompt + part for prompt, part in zip(prompts, parts, strict=True)]
-    assert [block.attention.core_attention for block in model.layers.values()] == cores
+    assert functions_of(model) == cores

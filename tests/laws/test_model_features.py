@@ -129,7 +129,7 @@ class Layout:
     def case(self, model: str) -> Case:
         parallel = {SHORT_NAMES[name]: size for name, size in self.sizes.items()} | self.options
         train = {"micro_batch_size": micro_batch_size(self.num_ranks, self.sizes, self.num_microbatches)}
-        return Case(STEPS).but(train=train, optim=OPTIM, parallel=parallel, model=MODELS[model])
+        return Case(STEPS).but(train=train, optim=OPTIM, parallel=parallel, model=MODELS.get(model, {}))
 
     def recomputed(self, model: str) -> Case:
         """The same with recomputation and overlap."""

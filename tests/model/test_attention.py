@@ -5,12 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention, Qwen3NextConfig
 
+from nanotrain.attention.sdpa import SDPAttention
 from nanotrain.config.model import ModelConfig
 from nanotrain.memory.recompute import Recompute, recompute_modules
 from nanotrain.model.attention import _rows
 from nanotrain.model.context import BatchContext, LayerContext, ModelParallel
 from nanotrain.model.parameters import initialize
+from nanotrain.model.rope import RotaryTables
 from nanotrain.model.transformer import Stage
 from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.params import LocalParam
@@ -18,6 +21,7 @@ from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec
 from nanotrain.topology.groups import GroupSpec
 from tests.model.building import LLAMA, build, give_storage, random_batch, randomize
+from tests.model.mixers import assert_near, backward, random_hidden, random_mixer
 
 
 @pytest.mark.parametrize(("heads", "expected"), [(4, [(0, 8), (8, 16), (16, 24), (24, 32)]), (2, [(0, 8)] * 2)])
@@ -68,3 +72,32 @@ def test_a_run_without_the_option_keeps_nothing() -> None:
     attention = stage.layers["0"].attention
     scores = attention.scores(LayerContext(), sink=None, device=torch.device("cpu"))
     assert attention.max_logits is None and scores is None
+
+
+def test_a_gated_output_is_that_of_qwen3_next() -> None:
+    """With half of the channels rotated; without norms of heads, which transformers computes in fp32."""
+    ours = random_mixer(replace(LLAMA, attention_output_gate=True))
+    config = Qwen3NextConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, attn_implementation="sdpa"
+    )
+    theirs = Qwen3NextAttention(config, 0).double()
+    pairs = {"k_proj": ours.key, "v_proj": ours.value, "o_proj": ours.output}
+    theirs.q_norm = theirs.k_norm = torch.nn.Identity()
+    of_heads = torch.stack([each.weight.view(4, 8, 32) for each in (ours.query, ours.gate)], dim=1)
+    with torch.no_grad():
+        theirs.q_proj.weight.copy_(of_heads.flatten(0, 2))
+        for name, module in pairs.items():
+            getattr(theirs, name).weight.copy_(module.weight)
+    hidden = random_hidden(2, 9, 32)
+    rotary = RotaryTables(replace(LLAMA, rotary_percent=0.5)).at(9, like=hidden)
+    mask = SDPAttention().plan_mask(None, tokens=torch.zeros(2, 9))
+    tables = [x.repeat(1, 1, 2).transpose(0, 1) for x in (rotary.cos, rotary.sin)]
+    causal = torch.full((9, 9), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+
+    found = backward(ours(hidden, LayerContext((rotary, None), (mask, None))), hidden, ours)
+    expected = backward(theirs(hidden, tuple(tables), causal)[0], hidden, theirs)
+
+    assert_near(found[:2], expected[:2])
+    grads = dict(zip([name for name, _ in ours.named_parameters()], found[2:], strict=True))
+    query, gate = expected[2].view(4, 2, 8, 32).unbind(1)
+    assert_near([grads["query.weight"], grads["gate.weight"]], [query.flatten(0, 1), gate.flatten(0, 1)])

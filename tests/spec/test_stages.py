@@ -1,10 +1,12 @@
 """Pipeline stages hold every layer once, as evenly as it goes."""
 
+from itertools import accumulate, combinations, pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.spec.stages import split_layers
+from nanotrain.spec.stages import balanced_lengths, split_layers
 
 
 @given(num_stages=st.integers(1, 20), more=st.integers(0, 40))
@@ -67,3 +69,17 @@ def test_virtual_stages_share_the_layers_of_their_rank(num_layers, num_stages, e
     stages = split_layers(num_layers, num_stages, **ends, stages_per_rank=2)
     assert [len(stage.layers) for stage in stages] == lengths
     assert [layer for stage in stages for layer in stage.layers] == list(range(num_layers))
+
+
+@given(costs=st.lists(st.integers(1, 9), min_size=2, max_size=9), data=st.data())
+def test_balanced_stages_have_the_least_maximum_of_all_splits(costs: list[int], data: st.DataObject) -> None:
+    num_stages = data.draw(st.integers(1, len(costs)))
+
+    def most(ends: tuple[int, ...]) -> int:
+        return max(sum(costs[start:end]) for start, end in pairwise((0, *ends, len(costs))))
+
+    lengths = balanced_lengths(tuple(costs), num_stages)
+
+    assert len(lengths) == num_stages and min(lengths) >= 1 and sum(lengths) == len(costs)
+    expected = min(map(most, combinations(range(1, len(costs)), num_stages - 1)))
+    assert most(tuple(accumulate(lengths))[:-1]) == expected

@@ -47,6 +47,8 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
     is_usual = scale is not None and math.isclose(scale, shape.head_dim**-0.5)
     is_shared = local == model_config.rotary_base and not _is_rope_scaled(model_config)
     without, windows = model_config.no_rope_layers, model_config.window_layers
+    linear = tuple(mixer is not None and mixer == model_config.linear_attention_type for mixer in shape.mixers)
+    is_mixed = any(linear) and not all(linear) and model_config.hybrid_layer_pattern is None
     has_all_windows = model_config.window_size is None or all(windows)
     return replace(
         model_config,
@@ -56,6 +58,7 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
         softmax_scale=None if is_usual else scale,
         rotary_base_local=None if is_shared else local,
         no_rope_freq=write_pattern(without) if any(without) else "0",
+        linear_attention_freq=write_pattern(linear) if is_mixed else "0",
         window_attn_skip_freq="0" if has_all_windows else write_pattern(windows),
     )
 

@@ -4,7 +4,8 @@
     all_gather.py   all-gather of keys and values
     ring.py         ring attention
     ulysses.py      all-to-all from sequence-sharded to head-sharded tensors
-    linear_attention.py   linear attention: states passed between ranks, or Ulysses
+    linear_attention.py  linear attention: states passed between ranks, or Ulysses
+    chunks.py       chunks in the order of the sequence, for layers that read tokens in order
 
 CORE_ATTENTIONS        the only list of core attentions, by their value of --cp-comm-type
 build_core_attention   the core attention of a group

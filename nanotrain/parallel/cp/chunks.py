@@ -53,11 +53,10 @@ def previous_tails(rows: Tensor, count: int, group: Group) -> Tensor:
     Returns:
         [B * n, count, ...].
     """
-    assert rows.shape[1] >= count, f"a chunk of {rows.shape[1]} tokens has no {count} last ones"
-    tails = rows[:, rows.shape[1] - count :]
     if group.size == 1:
-        return torch.zeros_like(tails)
-    out: Tensor = _to_next_chunks(tails, group)
+        return rows.new_zeros(rows.shape[0], count, *rows.shape[2:])
+    assert rows.shape[1] >= count, "checked by the rules of layouts"
+    out: Tensor = _to_next_chunks(rows[:, rows.shape[1] - count :], group)
     return out
 
 

@@ -63,8 +63,8 @@ def attention_bytes(rank: RankSizes, layer: int, modules: Collection[str]) -> in
     shape, heads, groups = rank.shape, rank.shape.num_heads // rank.tp, max(1, rank.shape.query_groups // rank.tp)
     normed = (heads + groups) * (shape.head_dim * rank.itemsize + FP32) if shape.has_qk_norm else 0
     normed += (heads + groups) * shape.head_dim * 2 * FP32 if shape.has_wide_qk_norm else 0
-    # the gate, its sigmoid and the output that it multiplies
-    gated = 3 * heads * shape.value_head_dim * rank.itemsize if shape.has_output_gate else 0
+    # the sigmoid of the gate, and its product with the output
+    gated = 2 * heads * shape.value_head_dim * rank.itemsize if shape.has_output_gate else 0
     return rank.tokens * (normed + gated) + rank.core_attention(layer, (heads, groups), modules=modules)
 
 

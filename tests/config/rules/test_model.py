@@ -8,6 +8,8 @@ from tests.config.asking import config_of
 
 EXPERTS = {"num_experts": 8}
 LATENT = {"multi_latent_attention": True}
+LINEAR = {"linear_attention_type": "short_conv"}
+HYBRID = {"num_layers": 4, "hybrid_layer_pattern": "*-*-"}
 GROUPS = {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
 
 
@@ -21,6 +23,9 @@ GROUPS = {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk":
         EXPERTS | {"moe_router_topk": 1, "moe_router_pre_softmax": True},
         EXPERTS | {"moe_router_topk": 1, "moe_router_score_function": "sigmoid"},
         EXPERTS | {"moe_layer_freq": "[0]*3+[1]"},
+        LINEAR | {"linear_attention_freq": "2"},
+        HYBRID,
+        HYBRID | LINEAR | EXPERTS | {"hybrid_layer_pattern": "G-*E"},
     ],
 )
 def test_what_fits_together_breaks_no_rule(keys):
@@ -34,6 +39,16 @@ def test_what_fits_together_breaks_no_rule(keys):
         ({"num_query_groups": 3}, "4 query heads cannot share 3 key/value heads"),
         ({"num_query_groups": 8}, "4 query heads cannot share 8 key/value heads"),
         ({"kv_channels": 5}, "a head has 5 channels"),
+        (LINEAR | {"linear_attention_freq": "1"}, "no layer has linear_attention_type short_conv"),
+        (LINEAR | {"linear_attention_freq": "[1,0]"}, "[1,0]': it takes N for every Nth layer, or a 1 (linear"),
+        (HYBRID | {"num_layers": 5}, "hybrid_layer_pattern has 4 of 5 layers"),
+        (HYBRID | {"hybrid_layer_pattern": "*Z*-"}, "Z is no kind of layer; the letters are"),
+        (HYBRID | {"hybrid_layer_pattern": "*-*-/*-"}, "leave / and what follows out"),
+        (HYBRID | {"hybrid_layer_pattern": "*-*E"}, "hybrid_layer_pattern has E and num_experts is unset"),
+        (HYBRID | {"hybrid_layer_pattern": "*-G-"}, "hybrid_layer_pattern has G and linear_attention_type is unset"),
+        (HYBRID | {"hybrid_layer_pattern": "+-+-"}, "hybrid_layer_pattern has + and multi_latent_attention is off"),
+        (HYBRID | LATENT, "hybrid_layer_pattern has * and multi_latent_attention is on"),
+        (HYBRID | {"mtp_num_layers": 1}, "mtp_num_layers 1 with hybrid_layer_pattern"),
         ({"seq_length": 2048}, "seq_length 2048 is longer than max_position_embeddings 1024"),
         (LATENT | {"position_embedding_type": "none"}, "position_embedding_type is none with multi_latent_attention"),
         ({"rotary_percent": 0.3}, "of which 19 are rotated (rotary_percent 0.3)"),

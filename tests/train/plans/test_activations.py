@@ -38,6 +38,9 @@ MODELS = {
     "sinks": SINKS,
     "packed documents": PACKED,
     "math": f"{LLAMA} --attention-backend unfused",
+    "output gate": f"{LLAMA} --attention-output-gate",
+    "short convolution": "--linear-attention-type short_conv",
+    "half layers": f"--linear-attention-type short_conv --num-layers 3 --hybrid-layer-pattern -*G {LLAMA}",
 }
 LAYOUTS = {
     "1 rank": {},

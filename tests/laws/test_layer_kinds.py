@@ -1,0 +1,93 @@
+"""Laws L1 to L7 for kinds of layers other than softmax attention with an MLP: one row per kind, in every layout.
+
+As in test_model_features.py one world of each layout trains every model in every way. Documents begin inside of chunks
+and at their borders.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.laws.test_model_features import (
+    EXPERTS,
+    GPIPE,
+    SP,
+    VPP,
+    ZB,
+    ZERO3,
+    Layout,
+    Trained,
+    assert_equal_to_one_rank,
+    stages,
+    train_in_every_way,
+)
+from tests.laws.worlds import Case
+
+DOCUMENTS = {"reset_attention_mask": True}
+# six layers each
+MODELS: dict[str, dict[str, Any]] = {
+    "short convolutions, output gate": EXPERTS
+    | {
+        "num_layers": 6,
+        "linear_attention_type": "short_conv",
+        "linear_conv_kernel_dim": 3,
+        "linear_attention_freq": "3",
+        "moe_layer_freq": "[0,1]*3",
+        "attention_output_gate": True,
+        "hidden_dropout": 0.1,
+    },
+    "half layers": EXPERTS
+    | {
+        "num_layers": 6,
+        "hybrid_layer_pattern": "G-*EG-",
+        "linear_attention_type": "short_conv",
+        "add_bias_linear": True,
+        "norm_placement": "sandwich",
+    },
+}
+
+
+class KindLayout(Layout):
+    """A layout that trains models of `MODELS` on samples with documents."""
+
+    def case(self, model: str) -> Case:
+        return super().case(model).but(model=MODELS[model], data=DOCUMENTS)
+
+
+def row(num_ranks: int, sizes: dict[str, Any], options: dict[str, Any], *args: Any) -> KindLayout:
+    return KindLayout(num_ranks, sizes, options, *args, models=tuple(MODELS))
+
+
+A2A = {"cp_comm_type": "a2a"}
+LAYOUTS = [
+    row(2, {"strategy": "optim_grads", "tp": 2}, {}, "outputs"),
+    row(2, {"strategy": "optim", "tp": 2}, SP, "modules"),
+    row(2, {"strategy": "optim", "cp": 2}, {}, "full", 1),
+    row(4, {"strategy": "optim_grads", "cp": 4}, {}, "modules", 1),
+    row(2, {"strategy": "no_shard", "cp": 2}, A2A, "groups", 1),
+    row(4, {"strategy": "optim", "cp": 4}, A2A, "outputs", 1),
+    row(2, {"strategy": "optim", "pp": 2}, VPP, "modules", 3),
+    row(2, {"strategy": "no_shard", "pp": 2}, ZB | stages("Et|tttttL"), "full", 3),
+    row(2, {"strategy": "optim_grads_params", "ep": 2}, {}, "full"),
+    row(4, {"strategy": "optim", "instances": 2}, {"outer_dp_sharding_strategy": "optim"}, "modules", 1),
+    row(4, {"strategy": "optim", "tp": 2, "cp": 2, "etp": 1, "ep": 2}, SP, "full"),
+    row(4, ZERO3 | {"tp": 2, "pp": 2, "etp": 1, "ep": 2}, SP | GPIPE, "modules", 3),
+]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Trained]]:
+    """Checkpoints of one rank and what it computes."""
+    folder = tmp_path_factory.mktemp("one-rank")
+    return folder, run_ranks(1, train_in_every_way, row(1, {}, {}), folder, None, shares=True)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: f"{each.num_ranks} {each.sizes} {each.options}")
+def test_a_layout_keeps_the_laws_with_every_kind(
+    layout: KindLayout, one_rank: tuple[Path, dict[str, Trained]], tmp_path: Path
+) -> None:
+    folder, single = one_rank
+    by_rank = run_ranks(layout.num_ranks, train_in_every_way, layout, tmp_path, folder, **layout.sizes, shares=True)
+    assert_equal_to_one_rank(by_rank, single, layout)
