@@ -11,7 +11,9 @@ from torch import Tensor
 from nanotrain.attention.chunks import accumulate_dtype
 
 
-def causal_conv(window: Tensor, weight: Tensor, bias: Tensor | None, *, segment_ids: Tensor | None = None) -> Tensor:
+def causal_conv(
+    window: Tensor, weight: Tensor, *, bias: Tensor | None = None, segment_ids: Tensor | None = None
+) -> Tensor:
     """The convolution of every token with those before it.
 
     Args:

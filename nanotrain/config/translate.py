@@ -189,7 +189,7 @@ def implied(config: Config, explicit: frozenset[str], *, line: CommandLine) -> I
     if train.tensorboard_dir is not None and "train.tensorboard" not in explicit and not train.tensorboard:
         yield "tensorboard", True, "tensorboard_dir is set"
     parallel = config.parallel
-    for name, value, why in implied_layers(model, parallel, explicit):
+    for name, value, why in implied_layers(model, parallel, explicit=explicit):
         yield name, value, why
         if name == "pipeline_model_parallel_layout":
             parallel = replace(parallel, pipeline_model_parallel_layout=value)
@@ -201,7 +201,7 @@ def implied(config: Config, explicit: frozenset[str], *, line: CommandLine) -> I
 
 
 def implied_layers(
-    model_config: ModelConfig, parallel: ParallelConfig, explicit: frozenset[str]
+    model_config: ModelConfig, parallel: ParallelConfig, *, explicit: frozenset[str]
 ) -> Iterator[tuple[str, Any, str]]:
     """The number of layers and the stages that a hybrid layer pattern implies."""
     pattern, why = model_config.hybrid_layer_pattern, "the layers of hybrid_layer_pattern"

@@ -40,7 +40,7 @@ class ShortConvolution(nn.Module):
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, L, D] -> [B, L, D]."""
         window, segment_ids = self.extend(x, context.segment_ids)
-        out = join_rows(causal_conv(window, self.weight, self.bias, segment_ids=segment_ids), self.cp)
+        out = join_rows(causal_conv(window, self.weight, bias=self.bias, segment_ids=segment_ids), self.cp)
         return out if self.activation is None else self.activation(out)
 
     def cached(self, cache: TokenCache) -> dict[str, Callable[..., Any]]:
@@ -52,7 +52,7 @@ def _after_chunk_before(x: Tensor, segment_ids: Tensor | None, *, count: int, cp
     """[B, L, D] and the segment ids [B, S] of full sequences -> [R, count + C, D], [R, count + C]."""
     rows = chunk_rows(x, cp)
     segments = None if segment_ids is None else chunk_segments(segment_ids, cp, before=count)
-    return torch.cat((previous_tails(rows, count, cp), rows), dim=1), segments
+    return torch.cat((previous_tails(rows, cp, count=count), rows), dim=1), segments
 
 
 class _CachedTokens:

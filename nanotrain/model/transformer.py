@@ -116,14 +116,7 @@ class Block(nn.Module):
 
 
 class HalfBlock(nn.Module):
-    """x + attention(norm(x)), or x + mlp(norm(x)): a layer of a hybrid pattern, with the names of that half of a block.
-
-    Args:
-        model_config: configuration of the model.
-        params: attention, mlp or experts, and those norms before and after it that are declared.
-        parallel: groups of the layer.
-        layer: index in the model.
-    """
+    """x + attention(norm(x)), or x + mlp(norm(x)): one half of a `Block`, with its names and arguments."""
 
     def __init__(self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int) -> None:
         super().__init__()

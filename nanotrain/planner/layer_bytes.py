@@ -102,7 +102,7 @@ class LayerBytes(RankSizes):
         weights = [spec for spec in kind.declare(Declaration(self.shape, "bf16", self.tp)) if spec.in_fp8]
         local = [(spec.shape[0] // self.tp, spec.shape[1]) for spec in weights[:-1]]
         outputs = sum(rows for rows, _ in local)
-        kept = normed + kind.saved_bytes(rank, layer, self.modules)
+        kept = normed + kind.saved_bytes(rank, layer, modules=self.modules)
         return [Op(kept, self.tokens * 2 * outputs * self.itemsize + self.hidden, tuple(local))]
 
     def attention(self, normed: int) -> list[Op]:

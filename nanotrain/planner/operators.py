@@ -157,21 +157,17 @@ class Layers(RankSizes):
         return parts
 
     def declared(self, layer: int) -> Parts:
-        """The linear layers of a kind, by its parameters, and between them products at the rate of its FLOPs."""
+        """The linear layers of a kind, by its parameters, and what it computes of the sequence at the peak."""
         kind, seq_length = MIXERS[self.shape.kinds(layer)[0] or ""], self.config.data.seq_length
         parts: Parts = []
-        for spec in kind.declare(Declaration(self.shape, self.dtype)):
-            if spec.in_fp8:
-                mode = {0: "column", 1: "row"}.get(spec.shards[0].dim, "") if spec.shards else ""
-                outputs, inputs = (
-                    size // (self.tp if spec.shards and spec.shards[0].dim == dim else 1)
-                    for dim, size in enumerate(spec.shape)
-                )
-                parts += self.linear(spec.name, (self.tokens if mode else self.outside, outputs, inputs), mode=mode)
-        flops = kind.sequence_flops(self.shape, layer, seq_length) / 3 * self.tokens / seq_length / self.tp
+        for spec in (spec for spec in kind.declare(Declaration(self.shape, self.dtype)) if spec.in_fp8):
+            sharded = spec.shards[0].dim if spec.shards else None
+            outputs, inputs = (size // (self.tp if dim == sharded else 1) for dim, size in enumerate(spec.shape))
+            tokens, mode = (self.outside, "") if sharded is None else (self.tokens, ("column", "row")[sharded])
+            parts += self.linear(spec.name, (tokens, outputs, inputs), mode=mode)
+        flops = kind.sequence_flops(self.shape, layer, seq_length=seq_length) / 3 * self.tokens / seq_length / self.tp
         seconds = flops / self.gpu.peak(self.dtype)
-        middle = Part("linear_attn", seconds, 2 * seconds, launches=(10, 20, 0), group="cp", flops=flops)
-        return [*parts[:-1], middle, *parts[-1:]]
+        return [*parts[:-1], Part("linear_attn", seconds, 2 * seconds, launches=(10, 20, 0), flops=flops), parts[-1]]
 
     def norms(self) -> Parts:
         """The norm before attention or the MLP, and the addition to the residual stream after it."""

@@ -148,20 +148,16 @@ class ContextRank:
         return num_neighbours * self.num_sequences * elements // self.tp * self.itemsize
 
 
-def _nothing(shape: ModelShape, layer: int, seq_length: int) -> int:
-    return 0
-
-
 @dataclass(frozen=True)
 class LayerKind:
     """A kind of attention, of what is in its place, or of MLP."""
 
     declare: Callable[[Declaration], Specs]  # parameters, named relative to the module
-    # bytes that autograd keeps of a microbatch, by rank, layer and recomputed modules; of attention without the
-    # normalized input, which the block counts
-    saved_bytes: Callable[[RankSizes, int, Collection[str]], int]
-    # forward and backward FLOPs of a sequence that are no product with a weight, by shape, layer and length
-    sequence_flops: Callable[[ModelShape, int, int], int] = _nothing
+    # (RankSizes, layer, *, modules): bytes that autograd keeps of a microbatch with these modules recomputed; of
+    # attention without the normalized input, which the block counts
+    saved_bytes: Callable[..., int]
+    # (ModelShape, layer, *, seq_length): forward and backward FLOPs of a sequence that are no product with a weight
+    sequence_flops: Callable[..., int] = lambda *_, **__: 0
     has_keys: bool = False  # queries attend to keys: the layer has a mask, a window and a cache of keys and values
     # of QK-clip: (heads, channels) of the rows of a query or key parameter, head by head, by the parameter's name;
     # heads are those that scale alike: "query", "key", "both" or "none"

@@ -42,13 +42,13 @@ def join_rows(rows: Tensor, group: Group) -> Tensor:
     return rows.unflatten(0, (-1, num_chunks(group))).flatten(1, 2)
 
 
-def previous_tails(rows: Tensor, count: int, group: Group) -> Tensor:
+def previous_tails(rows: Tensor, group: Group, *, count: int) -> Tensor:
     """The last tokens before every chunk, differentiable; zeros before a sequence.
 
     Args:
         rows: [B * n, C, ...], the chunks of this rank.
-        count: tokens before each chunk, at most C.
         group: the cp group.
+        count: tokens before each chunk, at most C.
 
     Returns:
         [B * n, count, ...].

@@ -24,7 +24,7 @@ MIXERS: dict[str, LayerKind] = {
 }
 MLPS: dict[str, LayerKind] = {
     "dense": LayerKind(
-        lambda declare: mlp.mlp(declare, declare.shape.ffn_size), lambda rank, _, modules: rank.dense(modules)
+        lambda declare: mlp.mlp(declare, declare.shape.ffn_size), lambda rank, _, *, modules: rank.dense(modules)
     ),
-    "moe": LayerKind(mlp.moe, lambda rank, _, modules: rank.experts(modules)),
+    "moe": LayerKind(mlp.moe, lambda rank, _, *, modules: rank.experts(modules)),
 }

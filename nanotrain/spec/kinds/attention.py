@@ -58,7 +58,7 @@ def mla(declare: Declaration) -> Specs:
     )
 
 
-def attention_bytes(rank: RankSizes, layer: int, modules: Collection[str]) -> int:
+def attention_bytes(rank: RankSizes, layer: int, *, modules: Collection[str]) -> int:
     """The inputs of the norms of queries and keys, and the core attention."""
     shape, heads, groups = rank.shape, rank.shape.num_heads // rank.tp, max(1, rank.shape.query_groups // rank.tp)
     normed = (heads + groups) * (shape.head_dim * rank.itemsize + FP32) if shape.has_qk_norm else 0
@@ -68,7 +68,7 @@ def attention_bytes(rank: RankSizes, layer: int, modules: Collection[str]) -> in
     return rank.tokens * (normed + gated) + rank.core_attention(layer, (heads, groups), modules=modules)
 
 
-def mla_bytes(rank: RankSizes, layer: int, modules: Collection[str]) -> int:
+def mla_bytes(rank: RankSizes, layer: int, *, modules: Collection[str]) -> int:
     """The compressed vectors before and after their norms, and the core attention."""
     mla, heads = rank.shape.mla, rank.shape.num_heads // rank.tp
     assert mla is not None, "a layer of MLA has its sizes"
@@ -77,7 +77,7 @@ def mla_bytes(rank: RankSizes, layer: int, modules: Collection[str]) -> int:
     return rank.outside * compressed * rank.itemsize + kept
 
 
-def pair_flops(shape: ModelShape, layer: int, seq_length: int) -> int:
+def pair_flops(shape: ModelShape, layer: int, *, seq_length: int) -> int:
     """Causal attention: half of the S x S pairs in the scores and in the weighted sum of values, or the window's."""
     window = seq_length
     if shape.has_window(layer) and shape.window_size is not None:

@@ -25,7 +25,7 @@ def kernel_size(shape: ModelShape) -> int:
     return shape.linear_attention.conv_kernel_dim
 
 
-def saved_bytes(rank: RankSizes, layer: int, modules: Collection[str]) -> int:
+def saved_bytes(rank: RankSizes, layer: int, *, modules: Collection[str]) -> int:
     """The factors of both products, and the input of the output projection."""
     return rank.tokens * 6 * rank.shape.hidden_size // rank.tp * rank.itemsize
 

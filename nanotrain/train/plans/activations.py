@@ -110,8 +110,8 @@ class Activations:
         if self.shape.has_pre_norm and self.shape.has_post_norm:  # those of the outputs are never recomputed
             kept += self.outside * num_halves * (self.width + FP32)
         if mixer is not None:
-            kept += keeps_normed * self.outside * self.width + MIXERS[mixer].saved_bytes(self, layer, modules)
-        return kept if mlp is None else kept + MLPS[mlp].saved_bytes(self, layer, modules)
+            kept += keeps_normed * self.outside * self.width + MIXERS[mixer].saved_bytes(self, layer, modules=modules)
+        return kept if mlp is None else kept + MLPS[mlp].saved_bytes(self, layer, modules=modules)
 
     def head(self) -> int:
         """The input of the final norm, and the gradients that the loss computes in its forward."""

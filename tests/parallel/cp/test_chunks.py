@@ -41,7 +41,7 @@ def test_tokens_before_every_chunk_come_from_the_neighbours_and_their_gradients_
     local = local_chunks(full, index=group.index, size=3).requires_grad_()
     ctx.traffic.reset()
 
-    tails = previous_tails(chunk_rows(local, group), COUNT, group)
+    tails = previous_tails(chunk_rows(local, group), group, count=COUNT)
 
     padded = torch.cat((torch.zeros(2, COUNT, 4, dtype=torch.float64), full), dim=1)
     numbers = zigzag_chunks(group.index, 3)

@@ -1,0 +1,39 @@
+"""Softmax attention, pure: rows that QK-clip scales, FLOPs of pairs, and the gate of the output."""
+
+from dataclasses import replace
+
+import pytest
+
+from nanotrain.config.model import MLAConfig, ModelConfig
+from nanotrain.spec.declaration import Declaration
+from nanotrain.spec.kinds import MIXERS
+from nanotrain.spec.params import Shard
+from nanotrain.spec.shape import ModelShape
+
+PLAIN = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=8)
+MLA = replace(PLAIN, multi_latent_attention=True, mla=MLAConfig(None, 16, 8, 4, 6))
+
+
+@pytest.mark.parametrize(("name", "model"), [("attention", PLAIN), ("mla", MLA)])
+def test_scaled_rows_are_all_rows_of_queries_and_keys(name: str, model: ModelConfig) -> None:
+    shape, kind = ModelShape.of(model), MIXERS[name]
+    specs = {spec.name: spec for spec in kind.declare(Declaration(shape, "fp32"))}
+    heads = {"query": shape.num_heads, "both": shape.num_heads, "key": shape.query_groups, "none": shape.query_groups}
+    assert kind.clipped_rows is not None
+    rows = {name: sum(heads[who] * size for who, size in parts) for name, parts in kind.clipped_rows(shape).items()}
+    declared = {name: specs[name].shape[0] for name in rows.keys() & specs.keys()}
+    assert len(declared) == 2 and declared.items() <= rows.items()
+
+
+def test_pairs_are_those_of_the_window_where_a_layer_has_one() -> None:
+    shape = ModelShape.of(replace(PLAIN, window_size=3, window_attn_skip_freq="[1,0]"))
+    pairs = [sum(min(i + 1, limit) for i in range(10)) for limit in (3, 10)]
+    found = [MIXERS["attention"].sequence_flops(shape, layer, seq_length=10) for layer in range(2)]
+    # two products of 2 FLOPs per channel and pair, forward, and twice as many backward; a pair on the diagonal is half
+    assert [flops / (12 * 4 * 8) for flops in found] == [pairs[0] - 1.5, pairs[1] - 5]
+
+
+def test_the_gate_has_the_heads_of_the_queries() -> None:
+    shape = ModelShape.of(replace(PLAIN, attention_output_gate=True))
+    specs = {spec.name: spec for spec in MIXERS["attention"].declare(Declaration(shape, "fp32"))}
+    assert specs["gate.weight"].shape == (32, 32) and specs["gate.weight"].shards == (Shard(0, "tp"),)
