@@ -51,6 +51,7 @@ class ModelParallel:
     sequence: Group
     dp: Group  # ranks that read different samples
     cp: Group  # ranks that share the sequences
+    cp_comm_type: str = "p2p"  # how layers without a core attention do it: "a2a", or by passing states
     recompute: Recompute = field(default_factory=Recompute)  # recomputation in the stage
     tracks_logits: bool = False  # attention layers keep their largest logits, for QK-clip
     ranks_per_node: int | None = None  # a token is sent to every so many ranks of ep once; None: to every expert

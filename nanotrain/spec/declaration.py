@@ -15,12 +15,14 @@ The gradient of a parameter is summed over tp if each tp rank computes it from i
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Protocol
 
 from nanotrain.spec.params import Constant, Normal, ParamSpec, Shard, Uniform
 from nanotrain.spec.shape import ModelShape
 
 Specs = tuple[ParamSpec, ...]
+FP32 = 4  # bytes of states and decays
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,25 @@ class ContextRank:
     tp: int  # ranks of tp, which shard heads and channels
     num_sequences: int  # of a microbatch
     itemsize: int  # bytes per element of activations
+    num_positions: int = 0  # tokens of the rank
+    comm_type: str = "p2p"  # `--cp-comm-type`
+
+    def scan_bytes(self, keys: tuple[int, int], values: tuple[int, int], *, transition: int) -> dict[str, int]:
+        """Bytes sent for a scan in one direction, by operation (parallel/cp/linear_attention.py).
+
+        Args:
+            keys: heads over tp, and channels, of queries and keys.
+            values: the same of values.
+            transition: elements of the map of a state per head: 1, or the squared channels of a key.
+        """
+        key_heads, value_heads = keys[0] // self.tp, values[0] // self.tp
+        if self.comm_type == "a2a":
+            of_keys, of_values = 2 * lcm(key_heads, self.size) * keys[1], value_heads * values[1]
+            inputs = self.num_positions * ((of_keys + of_values) * self.itemsize + 2 * value_heads * FP32)
+            output = self.num_positions * of_values * self.itemsize
+            return {"all_to_all": (inputs + output) * (self.size - 1) // self.size}
+        elements = 2 * self.num_sequences * value_heads * (transition + keys[1] * values[1])
+        return {"all_gather": (self.size - 1) * elements * FP32}
 
     def halo_bytes(self, elements: int) -> int:
         """Bytes sent for a halo of so many elements over tp before each chunk, in one direction.

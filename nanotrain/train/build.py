@@ -208,6 +208,7 @@ def _model_parallel(plan: Plan, context: ParallelContext, *, wgrad_queue: WgradQ
         layers_in_bf16=layers_in_bf16(config.precision.fp8, config.model.num_layers),
         dp=context.group("dp"),
         cp=context.group("cp"),
+        cp_comm_type=parallel.cp_comm_type,
     )
 
 

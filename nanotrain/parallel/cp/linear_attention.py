@@ -8,14 +8,15 @@ all-gather      2 B N (T + K V) elements of fp32 per rank, whatever the length o
                 transition: K K of the delta rule, 1 of a factor per head
 backward        the reduce-scatter of their gradients
 
-delta_rule_over   the gated delta rule by one of these ways
-initial_states    the states before the local chunks, for any layer whose chunks are affine maps of a state
+scan_over         a rule by one of these ways; delta_rule_over, the gated delta rule
+start_states      the states before the local chunks, for any layer whose chunks are affine maps of a state
 
 B batch   S sequence   L = S / cp   G heads of queries and keys   N heads of values   K, V head dims
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from einops import rearrange
@@ -28,26 +29,40 @@ from nanotrain.parallel.cp.split import join_shards, local_chunks, zigzag_chunks
 from nanotrain.parallel.cp.ulysses import UlyssesAttention
 
 
+@dataclass(frozen=True)
+class Rule:
+    """A rule of linear attention."""
+
+    scan: Callable[..., tuple[Tensor, Tensor]]  # inputs, and the state before them or None -> outputs, state after them
+    span_map: Callable[[DeltaInputs], tuple[Tensor, Tensor]]  # inputs -> arguments of `start_states`
+
+
 def delta_rule_over(inputs: DeltaInputs, group: Group, *, comm_type: str) -> Tensor:
-    """The outputs of the gated delta rule for the local tokens: [B, L, N, V].
+    """`scan_over` of the gated delta rule."""
+    return scan_over(inputs, group, comm_type=comm_type, rule=Rule(delta_rule, span_map))
+
+
+def scan_over(inputs: DeltaInputs, group: Group, *, comm_type: str, rule: Rule) -> Tensor:
+    """The outputs of a rule for the local tokens: [B, L, N, V].
 
     Args:
         inputs: of the local tokens, except `starts` [B, S] of full sequences.
         group: the cp group; with one rank nothing is communicated.
         comm_type: `--cp-comm-type`, "a2a" for Ulysses.
+        rule: scan of a sequence, and the map of the state that a span of it is.
     """
     if group.size == 1:
-        return delta_rule(inputs)[0]
-    return (_by_heads if comm_type == "a2a" else _by_states)(inputs, group)
+        return rule.scan(inputs, None)[0]
+    return (_by_heads if comm_type == "a2a" else _by_states)(inputs, group, rule=rule)
 
 
-def _by_states(inputs: DeltaInputs, group: Group) -> Tensor:
+def _by_states(inputs: DeltaInputs, group: Group, *, rule: Rule) -> Tensor:
     """Each local chunk is a row of its own."""
     if inputs.starts is not None:
         inputs = replace(inputs, starts=local_chunks(inputs.starts, index=group.index, size=group.size))
     rows = inputs.map(lambda x: rearrange(x, "b (chunks l) ... -> (b chunks) l ...", chunks=2))
-    transition, offset = span_map(rows)
-    out, _ = delta_rule(rows, start_states(transition, offset, group=group))
+    transition, offset = rule.span_map(rows)
+    out, _ = rule.scan(rows, start_states(transition, offset, group=group))
     return rearrange(out, "(b chunks) l n v -> b (chunks l) n v", chunks=2)
 
 
@@ -75,12 +90,12 @@ def start_states(transition: Tensor, offset: Tensor, *, group: Group) -> Tensor:
     return torch.stack((states[first], states[last]), dim=1).flatten(0, 1)
 
 
-def _by_heads(inputs: DeltaInputs, group: Group) -> Tensor:
+def _by_heads(inputs: DeltaInputs, group: Group, *, rule: Rule) -> Tensor:
     """Queries and keys are repeated up to the least common multiple of their heads and cp."""
     ulysses, heads = UlyssesAttention(group), inputs.query.shape[2]
     repeats = math.lcm(heads, group.size) // heads
     query, key = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (inputs.query, inputs.key))
     query, key, value = ulysses.to_head_shards([query, key, inputs.value])
     decay, beta = ulysses.to_head_shards([inputs.decay, inputs.beta])  # fp32
-    out, _ = delta_rule(DeltaInputs(query, key, value, decay, beta, inputs.starts))
+    out, _ = rule.scan(DeltaInputs(query, key, value, decay, beta, inputs.starts), None)
     return ulysses.to_sequence_shards(out)

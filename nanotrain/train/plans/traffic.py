@@ -143,7 +143,8 @@ def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
         value_head_dim=shape.value_head_dim,
         itemsize=itemsize,
     )
-    rank = ContextRank(group.index, size, tp, config.train.micro_batch_size, itemsize)
+    comm_type, num_sequences = config.parallel.cp_comm_type, config.train.micro_batch_size
+    rank = ContextRank(group.index, size, tp, num_sequences, itemsize, layer.positions, comm_type)
     of_core_attention = ATTENTION_BYTES.get(config.parallel.cp_comm_type, lambda layer, size: {})(layer, size)
     is_full = config.memory.recompute_granularity == "full"
     # a core attention that runs again alone, not in a layer, ends at its last saved tensor: the output is not sent
