@@ -24,19 +24,23 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nanotrain.comm import collectives, recorder
+from nanotrain.comm.autograd import collective_in_graph
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.recorder import InFlight
 from nanotrain.kernels.fp8.products import write_fp8_in_graph
 from nanotrain.kernels.linear import write_in_graph
+from nanotrain.parallel.tp.layers import backward_in_graph
 from nanotrain.topology.topology import Topology
 from tests.fake_world import fake_context
 
-WRITES = {
+OPERATORS = {
     torch.ops.nanotrain.write_wgrad.default: write_in_graph,
     torch.ops.nanotrain.write_fp8_wgrad.default: write_fp8_in_graph,
+    torch.ops.nanotrain.collective.default: collective_in_graph,
+    torch.ops.nanotrain.parallel_backward.default: backward_in_graph,
 }
-PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm"})
 _READS_WITHOUT_DISPATCH = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
 
 
@@ -62,9 +66,9 @@ class Recorder(recorder.Recorder):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in WRITES:  # what it reads and writes are operators inside of it
+        if func in OPERATORS:  # what it reads and writes are operators inside of it
             with self:
-                return WRITES[func]._init_fn(*args, **(kwargs or {}))
+                return OPERATORS[func]._init_fn(*args, **(kwargs or {}))
         if func is with_effects:  # the same in a graph: (token, operator, *arguments) -> (token, result)
             return args[0], self.__torch_dispatch__(args[1], types, args[2:], kwargs)
         self.num_products += func.overloadpacket.__name__ in PRODUCTS

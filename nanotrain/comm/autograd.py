@@ -10,7 +10,7 @@
 
 The first four are for regions in which each rank computes a partial sum with its own weights. The last two are for
 regions in which all ranks compute the same values. In a group of one rank the output is the input, without a graph
-node.
+node. In compiled code each collective is one operator of the graph, which finds its group by the group's handle.
 """
 
 import functools
@@ -80,10 +80,11 @@ def _apply(x: Tensor, group: Group, *, dim: int = 0, forward: TensorFunction, ba
     if group.size == 1:
         return x
     along = {"group": group, "dim": dim}
-    return apply_collective(x, partial(forward, **along), backward=partial(backward, **along))
+    out: Tensor = _Collective.apply(x, partial(forward, **along), partial(backward, **along))
+    return out
 
 
-@eager  # collectives stay outside compiled graphs
+@eager  # unlike the functions above, whose collectives are operators of graphs
 def apply_collective(x: Tensor, forward: TensorFunction, *, backward: TensorFunction) -> Tensor:
     """Apply `forward`, whose gradient is `backward` of the gradient of the output."""
     out: Tensor = _Collective.apply(x, forward, backward)
@@ -105,18 +106,40 @@ def _identity(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
     return tensor.view_as(tensor)
 
 
-def _all_reduce(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
-    # A copy: the activation or gradient may be in use elsewhere in the graph.
-    return start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group).wait()
-
-
-def _all_gather(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
-    return start_all_gather(tensor, group, dim=dim).wait()
-
-
-def _reduce_scatter(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
-    return start_reduce_scatter(tensor, group, dim=dim).wait()
-
-
 def _local_slice(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
     return local_slice(tensor, group, dim=dim).contiguous()
+
+
+def collective(tensor: Tensor, group: Group, *, op: str, dim: int) -> Tensor:
+    """An all-reduce, all-gather or reduce-scatter without autograd, complete on return; in a graph an operator."""
+    if torch.compiler.is_compiling():
+        return collective_in_graph(tensor, group.handle, op=op, dim=dim, size=group.size)
+    return _run(tensor, group, op=op, dim=dim)
+
+
+def _run(tensor: Tensor, group: Group, *, op: str, dim: int) -> Tensor:
+    if op == "all_reduce":  # of a copy: the activation or gradient may be in use elsewhere in the graph
+        return start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group).wait()
+    start = start_all_gather if op == "all_gather" else start_reduce_scatter
+    return start(tensor, group, dim=dim).wait()
+
+
+_all_reduce, _all_gather, _reduce_scatter = (
+    partial(collective, op=op) for op in ("all_reduce", "all_gather", "reduce_scatter")
+)
+
+
+@torch.library.custom_op("nanotrain::collective", mutates_args=())
+def collective_in_graph(tensor: Tensor, handle: Tensor, *, op: str, dim: int, size: int) -> Tensor:
+    """A collective of the group with this handle, as an operator of a compiled graph."""
+    return _run(tensor, Group.of_handle(handle), op=op, dim=dim).contiguous()
+
+
+@collective_in_graph.register_fake
+def _(tensor: Tensor, handle: Tensor, *, op: str, dim: int, size: int) -> Tensor:
+    shape = list(tensor.shape)
+    if op == "all_gather":
+        shape[dim] *= size
+    elif op == "reduce_scatter":
+        shape[dim] //= size
+    return tensor.new_empty(shape)

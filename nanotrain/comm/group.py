@@ -8,12 +8,15 @@ all-gather send (d-1)/d of the full tensor, an all-reduce twice that. Groups of 
 counted, nor are Python objects.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from nanotrain.comm.heartbeat import Heartbeat
 from nanotrain.topology.groups import UNCONNECTED, GroupName, GroupSpec
@@ -98,6 +101,17 @@ class Group:
         self.levels = tuple(levels)
         self.part_of: tuple[int, Sequence[int], str] | None = None  # see `part`
         self._message_timeout: tuple[timedelta, ...] = ()
+        # An empty tensor that stands for this group in compiled graphs, which hold no objects. Its storage refers to
+        # the group, weakly, because autograd may save another tensor of it.
+        self.handle = torch.empty(0)
+        self.handle.untyped_storage().group = weakref.ref(self)  # type: ignore[attr-defined]
+
+    @classmethod
+    def of_handle(cls, handle: Tensor) -> "Group":
+        """The group that a handle stands for."""
+        group: Group | None = handle.untyped_storage().group()  # type: ignore[attr-defined]
+        assert group is not None, "a graph outlived its process groups"
+        return group
 
     @classmethod
     def single_rank(cls, name: GroupName, rank: int = 0) -> "Group":

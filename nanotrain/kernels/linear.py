@@ -180,10 +180,6 @@ class Linear(nn.Module):
         """[..., I] -> [..., O]."""
         return F.linear(x, self.used_weight, self.used_bias)
 
-    def dgrad(self, grad: Tensor, *, add_to: Tensor | None = None) -> Tensor:
-        """[T, O] -> [T, I], as `dgrad`."""
-        return dgrad(grad, self.used_weight.detach(), add_to=add_to)
-
     @property
     def writes_in_graph(self) -> bool:
         """Whether a graph can do so."""
@@ -224,17 +220,42 @@ class Linears:
         """[..., I] -> one [..., O] per layer."""
         return tuple(linear.fprop(x) for linear in self.linears)
 
+    @property
+    def weights(self) -> Sequence[Tensor]:
+        """One [O, I] per layer."""
+        return [linear.used_weight.detach() for linear in self.linears]
+
     def dgrad(self, grads: Sequence[Tensor]) -> Tensor:
         """One [T, O] per layer -> [T, I], their sum."""
-        total = self.linears[0].dgrad(grads[0])
-        for grad, linear in zip(grads[1:], self.linears[1:], strict=True):
-            linear.dgrad(grad, add_to=total)
+        first, *others = zip(grads, self.weights, strict=True)
+        total = dgrad(*first)
+        for pair in others:
+            dgrad(*pair, add_to=total)
         return total
 
     def wgrad(self, grads: Sequence[Tensor], x: Tensor) -> list[Tensor | None]:
         """One [T, O] per layer, [T, I] -> the gradients of the trained parameters, None for one that was written."""
         pairs = zip(grads, self.linears, strict=True)
         return [computed for grad, linear in pairs for computed in linear.wgrad(grad, x)]
+
+
+class LinearsInGraph(Linears):
+    """The products of weights that autograd saved in a graph, and which of their gradients are written."""
+
+    weights: Sequence[Tensor] = ()
+
+    def __init__(self, weights: Sequence[Tensor], writes: Sequence[bool]) -> None:
+        super().__init__(())
+        self.weights, self._writes = weights, writes
+
+    def wgrad(self, grads: Sequence[Tensor], x: Tensor) -> list[Tensor | None]:
+        """As that of `Linears`."""
+        computed: list[Tensor | None] = []
+        for grad, weight, is_written in zip(grads, self.weights, self._writes, strict=True):
+            if is_written:
+                _write_saved(weight, (grad, x))
+            computed.append(None if is_written else wgrad(grad, x))
+        return computed
 
 
 def in_graph(x: Tensor, linear: Linear) -> Tensor:
@@ -263,6 +284,10 @@ class _LinearInGraph(torch.autograd.Function):
 @torch.library.custom_op("nanotrain::write_wgrad", mutates_args=())
 def write_in_graph(weight: Tensor, operands: Sequence[Tensor]) -> None:
     """Write dW = grad^T x of the two operands to the gradient buffer, or add it after the first microbatch."""
+    _write_saved(weight, operands)
+
+
+def _write_saved(weight: Tensor, operands: Sequence[Tensor]) -> None:
     out, adds = target_in_graph(weight)
     write_wgrad(*operands, out=out, adds=adds)
 
@@ -290,6 +315,11 @@ CAN_TRACE = torch.__version__ >= "2.11"  # compared as versions
 def ordered(operator: Any) -> None:
     """Keep an operator without outputs in graphs: without an effect a compiler removes it, and gradients would be 0."""
     operator.register_fake(lambda *_, **__: None)
+    declare_effect(operator)
+
+
+def declare_effect(operator: Any) -> None:
+    """Keep an operator in graphs, and its order among others with an effect."""
     if CAN_TRACE:
         from torch._library.effects import EffectType
 

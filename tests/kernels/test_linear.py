@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotrain.kernels import linear as linear_module
-from nanotrain.kernels.linear import Linear, adds_wider, wgrad
+from nanotrain.kernels.linear import Linear, Linears, adds_wider, wgrad
 
 T, I, O = 6, 5, 3  # noqa: E741
 
@@ -26,7 +26,7 @@ def test_the_products_of_a_layer_are_those_of_autograd(has_bias: bool, is_frozen
     expected = torch.autograd.grad(out, [x, *linear.trained_params], grad)
 
     assert len(linear.trained_params) == has_bias + (not is_frozen)
-    actual = [linear.dgrad(grad), *linear.wgrad(grad, x.detach())]
+    actual = [Linears([linear]).dgrad([grad]), *linear.wgrad(grad, x.detach())]
     for value, reference in zip(actual, expected, strict=True):
         torch.testing.assert_close(value, reference)
 
@@ -34,9 +34,7 @@ def test_the_products_of_a_layer_are_those_of_autograd(has_bias: bool, is_frozen
 def test_the_input_gradients_of_several_layers_add_up() -> None:
     first, second = (Linear(nn.Parameter(draw(O, I) * factor), None) for factor in (1, 2))
     grad = draw(T, O)
-    total = first.dgrad(grad)
-    assert second.dgrad(grad, add_to=total) is total
-    torch.testing.assert_close(total, 3 * grad @ first.weight.detach())
+    torch.testing.assert_close(Linears([first, second]).dgrad([grad, grad]), 3 * grad @ first.weight.detach())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -26,7 +26,10 @@ SMALL = Case(2).but(model={"num_layers": 1}, train={"global_batch_size": 4, "mic
 # was traced, in half the time of differentiating it too.
 ROWS: dict[str, tuple[Case, str]] = {
     "dp moe": (SMALL.but(parallel={SHORT_NAMES["strategy"]: "optim_grads_params"}, model=EXPERTS), "aot_eager"),
-    "tp": (SMALL.but(parallel={SHORT_NAMES["strategy"]: "optim", SHORT_NAMES["tp"]: 2}), "eager"),
+    "tp": (
+        SMALL.but(parallel={SHORT_NAMES["strategy"]: "optim", SHORT_NAMES["tp"]: 2, "sequence_parallel": True}),
+        "aot_eager",
+    ),
     "ring, sequences of varying length": (
         SMALL.but(
             parallel={SHORT_NAMES["cp"]: 2},
@@ -85,9 +88,11 @@ def test_compiled_blocks_train_as_eager_ones_do() -> None:
     assert_alike([train_compiled(one_rank(), case, "aot_eager")], num_products=7, num_microbatches=2)
 
 
-@pytest.mark.parametrize(("row", "num_products"), [("dp moe", 4), ("tp", 0)])
-def test_compiled_blocks_of_two_ranks_train_as_eager_ones_do(on_two_ranks, row: str, num_products: int) -> None:
-    assert_alike(on_two_ranks[row], num_products=num_products, num_microbatches=1)
+@pytest.mark.parametrize(("row", "num_products", "num_microbatches"), [("dp moe", 4, 1), ("tp", 7, 2)])
+def test_compiled_blocks_of_two_ranks_train_as_eager_ones_do(
+    on_two_ranks, row: str, num_products: int, num_microbatches: int
+) -> None:
+    assert_alike(on_two_ranks[row], num_products=num_products, num_microbatches=num_microbatches)
 
 
 def assert_alike(
@@ -97,8 +102,8 @@ def assert_alike(
 
     Args:
         outcomes: of `train_compiled`, by rank.
-        num_products: linear layers in graphs: query, key, value, output, and gate, up, down of a dense MLP. Experts and
-            linear layers over tp are outside of graphs, with torch 2.10 all are.
+        num_products: linear layers in graphs: query, key, value, output, and gate, up, down of a dense MLP. Experts are
+            outside of graphs, with torch 2.10 all layers are.
         num_microbatches: per rank and step.
     """
     for eager, compiled, num_graphs, num_writes in outcomes:

@@ -45,6 +45,9 @@ NODES = {"moe_hierarchical_dispatch": 1}
 BF16 = {"params_dtype": "bf16"}
 
 
+needs_effects = pytest.mark.skipif(not CAN_TRACE, reason="graphs write none with torch 2.10")
+
+
 @dataclass(frozen=True)
 class Row:
     """One rank of a layout, and what it does between two steps."""
@@ -157,7 +160,7 @@ def test_no_buffer_is_used_while_it_is_in_flight(row: Row, tmp_path: Path) -> No
     assert recorder.num_started > 10 and recorder.num_operators > 10, "hardly anything was in flight"
 
 
-@pytest.mark.skipif(not CAN_TRACE, reason="graphs write none with torch 2.10")
+@needs_effects
 def test_weight_gradients_that_graphs_write_are_written_before_their_reduction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +196,19 @@ def test_weight_gradients_that_graphs_write_are_written_before_their_reduction(
     monkeypatch.setattr(DataParallel, "_start_write", reduced_before)
     with pytest.raises(Race, match="kernels/linear.py.* an output in flight: reduce_scatter"):
         trains(row, tmp_path / "planted")
+
+
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=needs_effects)])
+def test_products_hide_every_transfer_of_the_backward_of_layers_over_tp(
+    compiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(block_transforms.torch, "compile", partial(torch.compile, backend="aot_eager"))
+    row = Row(2, "no_shard", {"tp": 2}, SP, sections={"train": {"torch_compile": compiles}})
+    hidden = [op for op, products in trains(row, tmp_path).hidden_by if products]
+    # leave: gathers the gradient; enter: gathers the input again, reduce-scatters its gradient; attention and MLP
+    of_block = ["all_gather", "all_gather", "reduce_scatter"] * 2
+    assert hidden == of_block * (2 * 2 * 2), "steps x microbatches x layers"
 
 
 def test_the_rows_have_every_axis_strategy_and_backend() -> None:

@@ -57,8 +57,9 @@ def test_unset_compiles_on_gpus_where_nothing_forbids_it_and_a_set_value_stays(f
     ("flags", "ends_at"),
     [
         ("", []),
-        (TP, ["linear layers"]),
-        (f"{TP} --sequence-parallel", ["linear layers", "collectives"]),
+        (TP, []),
+        (f"{TP} --sequence-parallel", []),
+        (f"{TP} --fp8-format hybrid --bf16", ["linear layers in fp8"]),
         ("--pipeline-model-parallel-size 2 --num-layers 2 --pipeline-schedule zb-h1", ["linear layers"]),
         ("--context-parallel-size 2", ["attention"]),
         ("--window-size 4", ["attention"]),
@@ -73,7 +74,7 @@ def test_what_ends_a_graph_is_listed_by_configuration(flags, ends_at) -> None:
     assert all(where in sentence for where in listed) and ("one graph each" in sentence) is not ends_at
 
 
-def graphs(flags: dict[str, int], model: dict[str, int]) -> tuple[int, int]:
+def graphs(flags: dict[str, Any], model: dict[str, int]) -> tuple[int, int]:
     """Graphs of a block's forward and the breaks between them, by torch's tracer."""
     case = Case(1).but(parallel=flags, model={"num_layers": 1} | model)
     topology = Topology.of(parallel_config(**flags), world := flags.get("tensor_model_parallel_size", 1))
@@ -96,6 +97,7 @@ def graphs(flags: dict[str, int], model: dict[str, int]) -> tuple[int, int]:
     ("row", "flags", "model"),
     [
         ("tp 2", {"tensor_model_parallel_size": 2}, {}),
+        ("tp 2, sequence parallel", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}),
         ("MoE", {}, {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}),
     ],
 )

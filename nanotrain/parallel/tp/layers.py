@@ -21,11 +21,15 @@ Backward is the transpose: `enter` sums gradients, `leave` copies or gathers the
 
 A layer chooses its implementation when it is built. On one rank, without deferred weight gradients and fp8, it is
 torch's operator (`_on_one_rank`), in fp8 and compiled a part of the graph (`_in_fp8`). Otherwise communication is
-overlapped with the products (`_parallel`):
+overlapped with the products (`_parallel`); in a graph the backward is one operator that does so (`_over_ranks`):
 
-    forward     enter x                      y_i = x W_i^T + b_i
+    column      enter x                      y_i = x W_i^T + b_i
     backward    start all-gather of x        dx = sum_i dy_i W_i           (dgrad) while x is gathered
                 start reduce-scatter of dx   dW_i = dy_i^T x, db_i         (wgrad) while dx is reduced
+
+    row         y = x W^T                    leave y
+    backward    start all-gather of dy       dx = dy W of the tokens of this rank, while the others' are gathered
+                                             dx of the other tokens, dW = dy^T x
 
 Layers that read one input (query, key and value; gate and up) share its all-gather and the reduction of its gradient.
 Only the local shard of x is saved for the backward and gathered again there (Korthikanti et al., section 4.2.2).
@@ -52,7 +56,7 @@ from nanotrain.comm.work import Work
 from nanotrain.kernels.deferred_wgrad import WgradQueue, is_deferring
 from nanotrain.kernels.fp8.layer import Fp8Layer, Fp8Options
 from nanotrain.kernels.fp8.products import Fp8Linears, fp8_in_graph
-from nanotrain.kernels.linear import Linear, Linears, in_graph
+from nanotrain.kernels.linear import Linear, Linears, LinearsInGraph, declare_effect, in_graph
 
 SEQUENCE = 1  # the dim of [B, S, H] that sequence parallelism shards
 # Computes layers that share an input: [B, S or S/tp, I] -> one [B, S, O] per layer.
@@ -68,6 +72,7 @@ class TensorParallel:
     # where linear layers defer their weight gradients; None where the schedule has no W actions
     wgrad_queue: WgradQueue | None = None
     fp8: Fp8Options | None = None  # how linear layers use fp8; None: they do not
+    is_row: bool = False  # as row-parallel layers see it: they reduce their output, others gather their input
 
     @classmethod
     def single_rank(cls) -> "TensorParallel":
@@ -97,14 +102,13 @@ class TensorParallel:
         return local_slice(tensor, self.group, dim=SEQUENCE) if self.sequence_parallel else tensor
 
     def start_enter(self, x: Tensor) -> Work[Tensor]:
-        """Start the forward of `enter`, without autograd."""
+        """Start the forward of `enter`, which is the backward of `leave`."""
         return start_all_gather(x, self.group, dim=SEQUENCE) if self.sequence_parallel else Work.completed(x)
 
-    def start_enter_backward(self, grad: Tensor) -> Work[Tensor]:
-        """Start the backward of `enter`; a contiguous `grad` [B, S, H] is overwritten."""
-        if self.sequence_parallel:
-            return start_reduce_scatter(grad, self.group, dim=SEQUENCE)
-        return start_all_reduce(grad, self.group)
+    def start_leave(self, partial_sum: Tensor) -> Work[Tensor]:
+        """Start the forward of `leave`, the backward of `enter`; a contiguous tensor [B, S, H] is overwritten."""
+        start = partial(start_reduce_scatter, dim=SEQUENCE) if self.sequence_parallel else start_all_reduce
+        return start(partial_sum, self.group)
 
 
 class ColumnParallelLinear(Linear):
@@ -123,7 +127,7 @@ class ColumnParallelLinear(Linear):
         rows: slice | None = None,
     ) -> None:
         super().__init__(weight, bias, fp8=_fp8_layer(tensor_parallel), rows=rows)
-        self.compute = _choose(tensor_parallel, is_plain=tensor_parallel.is_plain)
+        self.compute = _choose(tensor_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S or S/tp, I] -> [B, S, O]."""
@@ -146,14 +150,12 @@ class RowParallelLinear(Linear):
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, tensor_parallel: TensorParallel) -> None:
-        is_plain = tensor_parallel.is_plain
-        super().__init__(weight, bias, fp8=_fp8_layer(tensor_parallel), adds_bias=is_plain)
-        self.tensor_parallel, self.compute = tensor_parallel, _choose(tensor_parallel.unsharded, is_plain=is_plain)
+        super().__init__(weight, bias, fp8=_fp8_layer(tensor_parallel), adds_bias=tensor_parallel.is_plain)
+        self.compute = _choose(replace(tensor_parallel, is_row=True))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, I/tp] -> [B, S or S/tp, O]."""
-        (partial_sum,) = self.compute(x, (self,))
-        out = self.tensor_parallel.leave(partial_sum)
+        (out,) = self.compute(x, (self,))
         return out if self.bias is None or self.adds_bias else out + self.bias
 
 
@@ -183,11 +185,15 @@ def _fp8_layer(tensor_parallel: TensorParallel) -> Fp8Layer | None:
     return None if tensor_parallel.fp8 is None else Fp8Layer(tensor_parallel.fp8)
 
 
-def _choose(tensor_parallel: TensorParallel, *, is_plain: bool) -> ComputeLinears:
+def _choose(tensor_parallel: TensorParallel) -> ComputeLinears:
     """The implementation of layers, chosen when they are built."""
-    fp8, is_local = tensor_parallel.fp8, tensor_parallel.group.size == 1 and tensor_parallel.wgrad_queue is None
-    in_fp8 = _in_fp8 if fp8 is not None and fp8.reduce_amax is None and is_local else _parallel
-    return partial(_on_one_rank if is_plain else in_fp8, tensor_parallel=tensor_parallel)
+    fp8, is_local = tensor_parallel.fp8, tensor_parallel.is_row or tensor_parallel.group.size == 1
+    compute: Callable[..., tuple[Tensor, ...]] = _parallel
+    if tensor_parallel.is_plain:
+        compute = _on_one_rank
+    elif tensor_parallel.wgrad_queue is None and (fp8 is None or (fp8.reduce_amax is None and is_local)):
+        compute = _over_ranks if fp8 is None else _in_fp8
+    return partial(compute, tensor_parallel=tensor_parallel)
 
 
 def _on_one_rank(x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel) -> tuple[Tensor, ...]:
@@ -200,13 +206,24 @@ def _on_one_rank(x: Tensor, layers: Sequence[Linear], *, tensor_parallel: Tensor
 
 
 def _in_fp8(x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel) -> tuple[Tensor, ...]:
-    """Without communication."""
+    """Without communication before the products."""
     if torch.compiler.is_compiling():
-        return fp8_in_graph(x, layers)
+        outputs = fp8_in_graph(x, layers)
+        return (tensor_parallel.leave(outputs[0]),) if tensor_parallel.is_row else outputs
     return _parallel(x, layers, tensor_parallel=tensor_parallel)
 
 
-@eager  # collectives and the wgrad queue stay out of compiled graphs
+def _over_ranks(x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel) -> tuple[Tensor, ...]:
+    """In a graph collectives are operators, and so is the backward of the layers, in which they are overlapped."""
+    if not torch.compiler.is_compiling():
+        return _parallel(x, layers, tensor_parallel=tensor_parallel)
+    writes = tuple(layer.writes_in_graph and torch.is_grad_enabled() for layer in layers)
+    params = [*(layer.used_weight for layer in layers), *(layer.used_bias for layer in layers)]
+    outputs: tuple[Tensor, ...] = _ParallelInGraph.apply(x, tensor_parallel, writes, *params)
+    return outputs
+
+
+@eager  # scales that ranks share and the wgrad queue stay out of compiled graphs
 def _parallel(x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel) -> tuple[Tensor, ...]:
     products = Linears if tensor_parallel.fp8 is None else Fp8Linears
     params = [param for layer in layers for param in layer.trained_params]
@@ -224,6 +241,9 @@ class _ParallelLinears(torch.autograd.Function):
         ctx.tensor_parallel, ctx.products = tensor_parallel, products
         # Parameters are saved for autograd's check that none is overwritten before the backward; read from `products`.
         ctx.save_for_backward(x, *params)
+        if tensor_parallel.is_row:
+            (partial_sum,) = products.fprop(x)
+            return (tensor_parallel.start_leave(partial_sum).wait(),)
         return products.fprop(tensor_parallel.start_enter(x).wait())
 
     @staticmethod
@@ -233,24 +253,105 @@ class _ParallelLinears(torch.autograd.Function):
                 "second derivatives of linear layers need one tp rank and --no-gradient-accumulation-fusion"
             )
         # Detached: when deferred, x would keep the graph that it comes from alive.
-        x, *params = ctx.saved_tensors
-        tensor_parallel: TensorParallel = ctx.tensor_parallel
-        products: Linears = ctx.products
-        flat_grads = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        wgrad = _LinearsWgrad(x.detach(), tensor_parallel, products=products, flat_grads=flat_grads)
-        deferred = is_deferring(tensor_parallel.wgrad_queue)
-        if not deferred:
-            wgrad.start()
-        reducing = None
-        if ctx.needs_input_grad[0]:
-            shape = (*grads[0].shape[:-1], x.shape[-1])
-            reducing = tensor_parallel.start_enter_backward(products.dgrad(flat_grads).view(shape))
-        param_grads: list[Tensor | None] = [None] * len(params)
-        if is_deferring(tensor_parallel.wgrad_queue):
-            tensor_parallel.wgrad_queue.put(wgrad)
-        else:
-            param_grads = wgrad.compute()
-        return (None if reducing is None else reducing.wait()), None, None, *param_grads
+        x, needs_dgrad = ctx.saved_tensors[0].detach(), ctx.needs_input_grad[0]
+        grad_x, param_grads = _backward(
+            x, grads, tensor_parallel=ctx.tensor_parallel, products=ctx.products, needs_dgrad=needs_dgrad
+        )
+        return grad_x, None, None, *param_grads
+
+
+def _backward(
+    x: Tensor, grads: Sequence[Tensor], *, tensor_parallel: TensorParallel, products: Linears, needs_dgrad: bool = True
+) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+    """The gradients of x and of the parameters; None for one that is not needed, was written or is deferred."""
+    grad_x: Tensor | None = None
+    if tensor_parallel.is_row:
+        gathering = tensor_parallel.start_enter(grads[0])
+        if needs_dgrad and tensor_parallel.sequence_parallel and tensor_parallel.fp8 is None:
+            grad_x = _dgrad_while_gathered(grads[0], gathering, products=products, group=tensor_parallel.group)
+        # x is not sharded along the sequence, its gradient is no partial sum
+        grads, tensor_parallel = (gathering.wait(),), tensor_parallel.unsharded
+    flat_grads = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+    wgrad = _LinearsWgrad(x, tensor_parallel, products=products, flat_grads=flat_grads)
+    queue, reducing = tensor_parallel.wgrad_queue, Work[Any].completed(grad_x)
+    if not is_deferring(queue):
+        wgrad.start()
+    if needs_dgrad and grad_x is None:
+        partial_sum = products.dgrad(flat_grads).view(*grads[0].shape[:-1], x.shape[-1])
+        reducing = tensor_parallel.start_leave(partial_sum)
+    param_grads: list[Tensor | None] = [None] * len(wgrad.params)
+    if is_deferring(queue):
+        queue.put(wgrad)
+    else:
+        param_grads = wgrad.compute()
+    return reducing.wait(), param_grads
+
+
+def _dgrad_while_gathered(grad: Tensor, gathering: Work[Tensor], *, products: Linears, group: Group) -> Tensor:
+    """[B, S/tp, O] -> [B, S, I]: dgrad of the tokens of this rank before those of other ranks are there.
+
+    Not wgrad: two products of it would read and write the gradient of the weight twice.
+    """
+    (weight,), (batch, length, _) = products.weights, grad.shape
+    weights, first, end = weight.expand(batch, -1, -1), group.index * length, (group.index + 1) * length
+    out = grad.new_empty((batch, group.size * length, weight.shape[1]))
+    torch.bmm(grad, weights, out=out[:, first:end])
+    gathered = gathering.wait()
+    for others in (slice(0, first), slice(end, None)):
+        if gathered[:, others].numel():
+            torch.bmm(gathered[:, others], weights, out=out[:, others])
+    return out
+
+
+class _ParallelInGraph(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, tensor_parallel: TensorParallel, writes: Sequence[bool], *params: Tensor
+    ) -> tuple[Tensor, ...]:
+        weights, biases = params[: len(writes)], params[len(writes) :]
+        ctx.tensor_parallel, ctx.writes = tensor_parallel, writes
+        ctx.save_for_backward(x, tensor_parallel.group.handle, *weights)
+        gathered = x if tensor_parallel.is_row else tensor_parallel.enter(x)
+        outputs = tuple(F.linear(gathered, *pair) for pair in zip(weights, biases, strict=True))
+        return (tensor_parallel.leave(outputs[0]),) if tensor_parallel.is_row else outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, handle, *weights = ctx.saved_tensors
+        flags = (ctx.tensor_parallel.sequence_parallel, ctx.tensor_parallel.is_row)
+        grad_x, *computed = backward_in_graph([x, handle, *grads], weights, flags=flags, writes=ctx.writes)
+        param_grads = [None if is_written else computed.pop(0) for is_written in ctx.writes]
+        has_bias = ctx.needs_input_grad[3 + len(weights) :]
+        bias_grads = [grad.flatten(0, -2).sum(0) if has else None for grad, has in zip(grads, has_bias, strict=True)]
+        return grad_x, None, None, *param_grads, *bias_grads
+
+
+@torch.library.custom_op("nanotrain::parallel_backward", mutates_args=())
+def backward_in_graph(
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], *, flags: Sequence[bool], writes: Sequence[bool]
+) -> list[Tensor]:
+    """`_backward` in a compiled graph: the gradients of x and of the weights that are not written.
+
+    Args:
+        inputs: x, as it was saved; the handle of the tp group; the gradients of the outputs.
+        weights: weights of the products.
+        flags: `sequence_parallel` and `is_row` of `TensorParallel`.
+        writes: whether the gradient of each weight is written where it is accumulated.
+    """
+    (x, handle, *grads), (sequence_parallel, is_row) = inputs, flags
+    tensor_parallel = TensorParallel(Group.of_handle(handle), sequence_parallel, is_row=is_row)
+    products = LinearsInGraph(weights, writes)
+    grad_x, param_grads = _backward(x, grads, tensor_parallel=tensor_parallel, products=products)
+    return [grad for grad in (grad_x, *param_grads) if grad is not None]
+
+
+@backward_in_graph.register_fake
+def _(inputs: Any, weights: Any, *, flags: Any, writes: Any) -> list[Tensor]:
+    returned = [weight for weight, is_written in zip(weights, writes, strict=True) if not is_written]
+    return [tensor.new_empty(tensor.shape) for tensor in (inputs[0], *returned)]
+
+
+declare_effect(backward_in_graph)
 
 
 class _LinearsWgrad:

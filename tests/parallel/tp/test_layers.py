@@ -143,10 +143,12 @@ def test_on_one_rank_layers_trace_into_one_graph():
     close(traced(draw("x", B, S, H)), reference_pass(2).out)
 
 
-@ranks(2, tp=2)
-def test_under_the_compiler_sharded_layers_equal_the_reference(ctx):
-    network = ShardedNetwork(TensorParallel(ctx.group("tp"), True), 2)
-    network.forward = torch.compile(network.forward, backend="eager")
+@BOTH
+@pytest.mark.parametrize("num_groups", [2, 1])
+@ranks(2, tp=2, threads=False)
+def test_sharded_layers_trace_into_one_graph_that_equals_the_reference(ctx, num_groups, sequence_parallel):
+    network = ShardedNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), num_groups)
+    network.forward = torch.compile(network.forward, backend="aot_eager", fullgraph=True)
     compare(network, sharded_pass(network))
 
 

@@ -1,4 +1,4 @@
-"""The order in which the backward of a column-parallel layer starts collectives and products."""
+"""The order in which the backward of parallel layers starts collectives and products."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotrain.comm.work import Work
 from nanotrain.parallel.tp import layers as crossing
-from nanotrain.parallel.tp.layers import ColumnParallelLinear, TensorParallel, column_parallel
+from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
 from tests.harness import ranks
 
 B, S, I, O = 2, 4, 6, 10  # noqa: E741
@@ -24,6 +24,8 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
             self.events.append({(B * S, I): "input gradient", (O, I): "weight gradient"}[tuple(out.shape)])
+        elif func.overloadpacket is torch.ops.aten.bmm:
+            self.events.append(f"input gradient of {out.shape[1]} tokens")
         return out
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
@@ -71,6 +73,23 @@ def test_every_collective_starts_before_a_product_that_overlaps_it(ctx, sequence
         recorder.watch(patch)
         loss.backward()
     assert recorder.events == EXPECTED[sequence_parallel]
+
+
+@ranks(4, tp=4, threads=False)
+def test_the_input_gradient_of_a_ranks_tokens_overlaps_the_gather_of_the_others(ctx):
+    tensor_parallel = TensorParallel(ctx.group("tp"), sequence_parallel=True)
+    layer = RowParallelLinear(nn.Parameter(torch.randn(O, I)), None, tensor_parallel=tensor_parallel)
+    x = torch.randn(B, S, I, requires_grad=True)
+    recorder, loss = Recorder(), layer(x).square().sum()
+    with pytest.MonkeyPatch.context() as patch, recorder:
+        recorder.watch(patch)
+        loss.backward()
+    others = [num for num in (ctx.rank, 3 - ctx.rank) if num]  # tokens before and after those of this rank
+    assert recorder.events == [
+        *("start all_gather", "input gradient of 1 tokens", "wait all_gather"),
+        *(f"input gradient of {num} tokens" for num in others),
+        *("wait all_gather", "weight gradient"),
+    ]
 
 
 @ranks(2, tp=2)

@@ -29,7 +29,7 @@ def test_enter_gives_every_rank_all_tokens_and_sums_their_gradients(ctx, sequenc
     assert torch.equal(tensor_parallel.start_enter(local.detach()).wait(), x)
     expected = tensor_parallel.local_slice(grads[0] + grads[1])
     torch.testing.assert_close(local.grad, expected)
-    torch.testing.assert_close(tensor_parallel.start_enter_backward(grads[ctx.rank].clone()).wait(), expected)
+    torch.testing.assert_close(tensor_parallel.start_leave(grads[ctx.rank].clone()).wait(), expected)
 
 
 @BOTH
