@@ -4,9 +4,10 @@ r"""Gated delta rule: linear attention whose state is a matrix per head, compute
     S_t = S' + k_t (beta_t (v_t - S'^T k_t))^T           the value at the key k_t is corrected towards v_t
     o_t = S_t^T q_t / sqrt(K)                            queries and keys are divided by their lengths
 
-    DeltaInputs   query, key, value, gates and borders of documents
-    delta_rule    outputs and the state at the end, from the state at the start
-    span_map      the state at the end as an affine function of the state at the start, for context parallelism
+    DeltaInputs      query, key, value, gates and borders of documents
+    delta_rule       outputs and the state at the end, from the state at the start
+    span_map         the state at the end as an affine function of the state at the start, for context parallelism
+    fla_delta_rule   the same by the kernels of the fla package, for 16-bit tensors on a GPU where it is installed
 
 In a chunk of C tokens the corrections u_t = beta_t (v_t - S'^T k_t) solve one triangular system (the WY form: Yang et
 al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", section 3). With D_ij the decay
@@ -29,9 +30,12 @@ rest again. Decays per head: Yang et al. 2025, "Gated Delta Networks"; per chann
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cache, cached_property
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -39,12 +43,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nanotrain.attention.chunks import accumulate_dtype
+from nanotrain.attention.tiles import on_device
 from nanotrain.comm.autograd import eager
 
 CHUNK_SIZE = 64
 NORM_EPS = 1e-6  # added to squared lengths, as in transformers and fla
-
-_RECOMPUTED = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class DeltaInputs:
     value: Tensor  # [B, S, N, V]
     decay: Tensor  # [B, S, N, 1 or K], logarithms of the factors, at most 0
     beta: Tensor  # [B, S, N, 1], the step of the correction
-    starts: Tensor | None = None  # [B, S] bool, the first token of every document; None where states are never reset
+    starts: Tensor | None = None  # [B, S] bool on any device, the first token of every document; None: one document
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """Change every tensor."""
@@ -78,20 +81,28 @@ def delta_rule(
     Returns:
         [B, S, N, V] in the dtype of the values, and [B, N, K, V] in fp32.
     """
-    out, state = _RECOMPUTED(_delta_rule, inputs, initial_state, chunk_size=_fitting(chunk_size, inputs))
+    if fla_takes(inputs):
+        return fla_delta_rule(inputs, initial_state)
+    out, state = _recomputed(_delta_rule, inputs, initial_state, chunk_size=chunk_size)
     return out, state
 
 
 @eager
 def span_map(inputs: DeltaInputs, *, chunk_size: int = CHUNK_SIZE) -> tuple[Tensor, Tensor]:
     """The state after a span as `transition @ state + offset` of the state before it: [B, N, K, K], [B, N, K, V]."""
-    transition, offset = _RECOMPUTED(_span_map, inputs, chunk_size=_fitting(chunk_size, inputs))
+    transition, offset = _recomputed(_span_map, inputs, chunk_size=chunk_size)
     return transition, offset
 
 
-def _fitting(chunk_size: int, inputs: DeltaInputs) -> int:
-    """The size of chunks of a sequence that may be shorter than one."""
-    return min(chunk_size, 1 << (inputs.key.shape[1] - 1).bit_length())
+def _recomputed(function: Callable[..., Any], inputs: DeltaInputs, *more: Tensor | None, chunk_size: int) -> Any:
+    """Call a function that keeps its tensors alone; they are positional, so that saved-tensor hooks see them."""
+    tensors = [getattr(inputs, field.name) for field in fields(inputs)]
+    size, count = min(chunk_size, 1 << (inputs.key.shape[1] - 1).bit_length()), len(tensors)
+
+    def call(*args: Any) -> Any:
+        return function(DeltaInputs(*args[:count]), *args[count:], chunk_size=size)
+
+    return checkpoint(call, *tensors, *more, use_reentrant=False, preserve_rng_state=False)
 
 
 def _delta_rule(inputs: DeltaInputs, initial_state: Tensor | None, *, chunk_size: int) -> tuple[Tensor, Tensor]:
@@ -110,13 +121,51 @@ def _delta_rule(inputs: DeltaInputs, initial_state: Tensor | None, *, chunk_size
 
 
 def _span_map(inputs: DeltaInputs, *, chunk_size: int) -> tuple[Tensor, Tensor]:
-    """The scan of the identity, without values, beside that of the values from zeros."""
-    values, *updates = _Chunks.of(inputs, chunk_size).updates()
-    size, width = inputs.key.shape[-1], values.shape[-1]
-    identity = torch.eye(size, dtype=values.dtype, device=values.device).expand(values.shape[1], -1, -1)
-    *_, final = _Scan.apply(F.pad(values, (0, size)), *updates, F.pad(identity, (width, 0)))
-    offset, transition = final.unflatten(0, (len(inputs.value), -1)).split((width, size), dim=-1)
+    """The rule with the identity as the state, without values, beside that with the values, from zeros."""
+    size, width = inputs.key.shape[-1], inputs.value.shape[-1]
+    identity = torch.eye(size, dtype=accumulate_dtype(inputs.value), device=inputs.value.device)
+    state = F.pad(identity, (width, 0)).expand(len(inputs.value), inputs.value.shape[2], -1, -1)
+    wider = replace(inputs, value=F.pad(inputs.value, (0, size)))
+    _, final = fla_delta_rule(wider, state) if fla_takes(wider) else _delta_rule(wider, state, chunk_size=chunk_size)
+    offset, transition = final.split((width, size), dim=-1)
     return transition, offset
+
+
+@cache
+def has_fla() -> bool:
+    """Whether the fla package (flash-linear-attention) is installed."""
+    return find_spec("fla") is not None
+
+
+def fla_takes(inputs: DeltaInputs) -> bool:
+    """Whether the kernels of fla compute these inputs: 16-bit tensors on a GPU."""
+    return inputs.value.is_cuda and inputs.value.itemsize == 2 and has_fla()
+
+
+def fla_delta_rule(inputs: DeltaInputs, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The kernels of fla; documents are packed, with cumulative lengths from the host."""
+    by_channel, device = inputs.decay.shape[-1] > 1, inputs.value.device
+    module, name = ("kda", "chunk_kda") if by_channel else ("gated_delta_rule", "chunk_gated_delta_rule")
+    rule: Callable[..., tuple[Tensor, Tensor]] = getattr(import_module(f"fla.ops.{module}"), name)
+    options: dict[str, Any] = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    decay = inputs.decay if by_channel else inputs.decay[..., 0]
+    tensors = (inputs.query, inputs.key, inputs.value, decay, inputs.beta[..., 0])
+    if inputs.starts is None:
+        return rule(*tensors, initial_state=initial_state, **options)
+    starts = inputs.starts.cpu().numpy()
+    rows = np.arange(len(starts)) * starts.shape[1]
+    lengths = np.union1d(np.flatnonzero(starts), [*rows, starts.size])
+    first = np.searchsorted(lengths, rows)  # documents; the one before the first of the next row is the last of a row
+    last = np.append(first[1:], len(lengths) - 1) - 1
+    key, value = inputs.key, inputs.value
+    shape = (len(lengths) - 1, value.shape[2], key.shape[3], value.shape[3])
+    states = key.new_zeros(shape, dtype=accumulate_dtype(key))
+    if initial_state is not None:
+        continues = on_device(~starts[:, 0], device)[:, None, None, None]
+        states = states.index_copy(0, on_device(first, device), initial_state * continues)
+    options |= {"cu_seqlens": on_device(lengths, device), "cu_seqlens_cpu": torch.from_numpy(lengths)}
+    out, final = rule(*(x.flatten(0, 1)[None] for x in tensors), initial_state=states, **options)
+    return out.view_as(value), final[on_device(last, device)]
 
 
 @dataclass(frozen=True)
@@ -142,6 +191,7 @@ class _Chunks:
 
         starts = inputs.starts
         if starts is not None:
+            starts = starts.to(inputs.key.device, non_blocking=True)
             starts = rearrange(F.pad(starts, (0, padding)), "b (m c) -> m b 1 1 c", c=size).cumsum(-1)
         query, key, value, decay, beta = map(split, (inputs.query, inputs.key, inputs.value, inputs.decay, inputs.beta))
         query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS) for x in (query, key))

@@ -28,7 +28,7 @@ Activation = Literal["gelu", "gelu_tanh", "swiglu", "squared_relu", "quick_geglu
 GATED = ("swiglu", "quick_geglu", "geglu_tanh")
 
 
-LinearAttentionType = Literal["short_conv"]
+LinearAttentionType = Literal["gated_delta_net", "kda", "short_conv"]
 RouterScore = Literal["softmax", "sigmoid"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 
@@ -167,7 +167,7 @@ class ModelConfig:
     multi_latent_attention: bool = option(False, "multi-latent attention: low-rank compression of keys and values (DeepSeek)")
     attention_output_gate: bool = option(False, "multiply the output of attention by the sigmoid of a learned projection of the token (Qwen3-Next)")
     hybrid_layer_pattern: str | None = option(None, "one letter per layer, which is then attention or an MLP alone: * attention, + multi-latent attention, G linear_attention_type, - MLP, E experts; | begins a pipeline stage; unset: layers have both")
-    linear_attention_type: LinearAttentionType | None = option(None, "layers in place of attention: short_conv (LFM2); unset: none")
+    linear_attention_type: LinearAttentionType | None = option(None, "layers in place of attention: gated_delta_net (Qwen3-Next), kda (Kimi Linear) or short_conv (LFM2); unset: none")
     linear_attention_freq: str = option("0", "layers with softmax attention beside linear_attention_type: N for every Nth layer, 0 for none, or a pattern such as [1]*3+[0] with 0 for each of them")
     init_method_std: float = option(0.02, "standard deviation of the initial weights; output projections get std / sqrt(2 * num_layers)", check=above(0))
     yarn: YarnConfig | None = section(YarnConfig, switch="position_embedding_type", value="yarn")

@@ -32,6 +32,7 @@ from nanotrain.data.batch import Batch
 from nanotrain.model.activations import ACTIVATIONS, Glu
 from nanotrain.model.attention import Attention
 from nanotrain.model.context import BatchContext, DropoutPlace, HiddenDropout, LayerContext, ModelParallel
+from nanotrain.model.delta_net import GatedDeltaNet, KimiDeltaAttention
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.mtp import MTPLayer
@@ -376,6 +377,8 @@ def build_stage(model_config: ModelConfig, spec: StageSpec | None = None, *, dty
 MIXER_MODULES: dict[str, type[nn.Module]] = {
     "attention": Attention,
     "mla": MultiLatentAttention,
+    "gated_delta_net": GatedDeltaNet,
+    "kda": KimiDeltaAttention,
     "short_conv": ShortConv,
 }
 

@@ -116,6 +116,9 @@ class RankSizes(Protocol):
 
     shape: ModelShape
     tokens: int  # of the rank
+    batch_size: int  # sequences that they are of
+    cp: int  # ranks that share these sequences
+    cp_comm_type: str | None  # --cp-comm-type, with several of them
     outside: int  # tokens outside of tensor-parallel layers
     tp: int  # ranks of tp
     itemsize: int  # bytes per element of activations
@@ -142,22 +145,25 @@ class ContextRank:
     num_positions: int = 0  # tokens of the rank
     comm_type: str = "p2p"  # `--cp-comm-type`
 
-    def scan_bytes(self, keys: tuple[int, int], values: tuple[int, int], *, transition: int) -> dict[str, int]:
-        """Bytes sent for a scan in one direction, by operation (parallel/cp/linear_attention.py).
+    def scan_bytes(
+        self, keys: tuple[int, int], values: tuple[int, int], *, transition: int, num_decays: int = 1
+    ) -> dict[str, tuple[int, int]]:
+        """Bytes sent for a scan, forward and backward, by operation (parallel/cp/linear_attention.py).
 
         Args:
             keys: heads over tp, and channels, of queries and keys.
             values: the same of values.
             transition: elements of the map of a state per head: 1, or the squared channels of a key.
+            num_decays: decays of a token per head.
         """
         key_heads, value_heads = keys[0] // self.tp, values[0] // self.tp
         if self.comm_type == "a2a":
             of_keys, of_values = 2 * lcm(key_heads, self.size) * keys[1], value_heads * values[1]
-            inputs = self.num_positions * ((of_keys + of_values) * self.itemsize + 2 * value_heads * FP32)
-            output = self.num_positions * of_values * self.itemsize
-            return {"all_to_all": (inputs + output) * (self.size - 1) // self.size}
+            of_token = (of_keys + 2 * of_values) * self.itemsize + (num_decays + 1) * value_heads * FP32
+            return {"all_to_all": (self.num_positions * of_token * (self.size - 1) // self.size,) * 2}
         elements = 2 * self.num_sequences * value_heads * (transition + keys[1] * values[1])
-        return {"all_gather": (self.size - 1) * elements * FP32}
+        num_bytes = (self.size - 1) * elements * FP32
+        return {"all_gather": (num_bytes, 0), "reduce_scatter": (0, num_bytes)}
 
     def halo_bytes(self, elements: int) -> int:
         """Bytes sent for a halo of so many elements over tp before each chunk, in one direction.

@@ -1,15 +1,17 @@
 """The chunked gated delta rule is the recurrence, whatever the chunks, documents and decays, in both directions."""
 
-import importlib
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from nanotrain.attention.delta_rule import DeltaInputs, _delta_rule, delta_rule, span_map
+from nanotrain.attention.delta_rule import DeltaInputs, delta_rule, fla_delta_rule, span_map
 from tests.attention.delta_inputs import BATCH, KEY_DIM, random_inputs, recurrence, tensors
+from tests.attention.fp64_transformers import modeling_in_fp64
 
 KINDS = pytest.mark.parametrize("by_channel", [False, True], ids=["by head", "by channel"])
 
@@ -61,16 +63,11 @@ def test_the_rule_and_its_gradients_are_those_of_transformers(
         False: ("qwen3_next", "torch_chunk_gated_delta_rule"),
         True: ("kimi_linear", "chunk_kimi_delta_attention"),
     }[by_channel]
-    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    # it computes in fp32 what it names so
-    fp64 = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)} | {"float32": torch.float64})
-    monkeypatch.setattr(modeling, "torch", fp64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    theirs = getattr(modeling_in_fp64(family, monkeypatch), function)
     inputs = random_inputs(100, by_channel=by_channel)
     initial = torch.randn(BATCH, inputs.value.shape[2], KEY_DIM, inputs.value.shape[3], dtype=torch.float64)
     variables = (*tensors(inputs), initial.requires_grad_())
     decay = inputs.decay if by_channel else inputs.decay[..., 0]
-    theirs = getattr(modeling, function)
     expected = getattr(theirs, "__wrapped__", theirs)(
         *(inputs.query, inputs.key, inputs.value, decay, inputs.beta[..., 0]),
         initial_state=initial,
@@ -100,8 +97,37 @@ def test_states_are_fp32_and_nothing_but_the_inputs_is_kept() -> None:
     inputs, kept = random_inputs(128, by_channel=False, dtype=torch.bfloat16), []
     with saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         out, state = delta_rule(inputs)
-        assert not kept
-        _delta_rule(inputs, None, chunk_size=64)
-        assert sum(x.nbytes for x in kept) > 20 * sum(x.nbytes for x in tensors(inputs))
+    assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in tensors(inputs)}
     assert (out.dtype, state.dtype) == (torch.bfloat16, torch.float32)
     assert_close((out, state), recurrence(inputs.map(torch.Tensor.double)), tolerance=2e-2)
+
+
+@KINDS
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
+def test_kernels_get_packed_documents_with_their_states(
+    documents: bool, by_channel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = random_inputs(30, by_channel=by_channel, documents=documents)
+    initial = torch.randn(BATCH, inputs.value.shape[2], KEY_DIM, inputs.value.shape[3], dtype=torch.float64)
+    monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
+    monkeypatch.setitem(sys.modules, "fla.ops", ModuleType("fla.ops"))
+    for module, name in (("kda", "chunk_kda"), ("gated_delta_rule", "chunk_gated_delta_rule")):
+        monkeypatch.setitem(sys.modules, f"fla.ops.{module}", SimpleNamespace(**{name: kernel}))
+    assert_close(fla_delta_rule(inputs, initial), recurrence(inputs, initial))
+    assert_close(fla_delta_rule(inputs, None), recurrence(inputs))
+
+
+def kernel(*tensors: Tensor, initial_state: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """The recurrence by the interface of fla."""
+    assert options.pop("output_final_state") and options.pop("use_qk_l2norm_in_kernel")
+    q, k, v, g, beta = tensors
+    inputs = DeltaInputs(q, k, v, g if g.dim() == 4 else g[..., None], beta[..., None])
+    if not options:
+        return recurrence(inputs, initial_state)
+    borders = options["cu_seqlens"].tolist()
+    assert borders == options["cu_seqlens_cpu"].tolist()
+    parts = [
+        recurrence(inputs.map(lambda x, document=slice(*borders[i : i + 2]): x[:, document]), initial_state[i : i + 1])
+        for i in range(len(borders) - 1)
+    ]
+    return torch.cat([out for out, _ in parts], dim=1), torch.cat([state for _, state in parts])

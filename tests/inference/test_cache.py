@@ -11,6 +11,8 @@ from nanotrain.model.transformer import Stage
 from tests.model.building import GPT2, LLAMA, QWEN3, VOCAB, build, randomize
 
 LINEAR = {"linear_attention_type": "short_conv", "linear_attention": LinearAttentionConfig(conv_kernel_dim=3)}
+SIZES = LinearAttentionConfig(4, key_head_dim=8, value_head_dim=6, num_key_heads=4, num_value_heads=4)
+DELTA = replace(LLAMA, linear_attention=SIZES, linear_attention_freq="2")
 MLA_SIZES = MLAConfig(q_lora_rank=24, kv_lora_rank=16, qk_head_dim=12, qk_pos_emb_head_dim=8, v_head_dim=10)
 MODELS = {
     "short convolutions": replace(LLAMA, **LINEAR, linear_attention_freq="2"),
@@ -19,12 +21,14 @@ MODELS = {
     "grouped queries, windows": replace(LLAMA, window_size=3, window_attn_skip_freq="2"),
     "experts": replace(QWEN3, moe=MoEConfig(num_experts=4, ffn_hidden_size=16)),
     "mla": replace(LLAMA, num_query_groups=None, multi_latent_attention=True, mla=MLA_SIZES),
+    "gated delta net": replace(DELTA, linear_attention_type="gated_delta_net"),
+    "kda": replace(DELTA, linear_attention_type="kda"),
 }
 
 
 def functions_of(model: Stage) -> list[object]:
     """The functions that a cache replaces."""
-    named = ((module, name) for module in model.modules() for name in ("core_attention", "extend"))
+    named = ((module, name) for module in model.modules() for name in ("core_attention", "extend", "scan"))
     return [getattr(module, name) for module, name in named if hasattr(module, name)]
 
 

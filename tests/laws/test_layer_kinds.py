@@ -38,13 +38,28 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_output_gate": True,
         "hidden_dropout": 0.1,
     },
-    "half layers": EXPERTS
+    "half layers, kda": EXPERTS
     | {
         "num_layers": 6,
         "hybrid_layer_pattern": "G-*EG-",
-        "linear_attention_type": "short_conv",
+        "linear_attention_type": "kda",
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
         "add_bias_linear": True,
         "norm_placement": "sandwich",
+    },
+    "half layers, gated delta net": EXPERTS
+    | {
+        "num_layers": 6,
+        "hybrid_layer_pattern": "GEG*-G",
+        "linear_attention_type": "gated_delta_net",
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+        "hidden_dropout": 0.1,
     },
 }
 

@@ -49,6 +49,9 @@ class Values:
         return self.config.model
 
 
+DELTA_RULES = {"gated_delta_net", "kda"}
+
+
 def has_split(v: Values) -> bool:
     """Whether the data split is one to three finite proportions, of which the first is not zero."""
     try:
@@ -154,6 +157,11 @@ def odd_sizes(v: Values) -> list[tuple[str, int]]:
     else:
         sizes["queries per rank: heads / tp x kv_channels"] = heads * v.head_dim
         sizes["keys per rank: query groups / tp x kv_channels"] = max(1, v.query_groups // v.tp) * v.head_dim
+    if v.delta_key_heads is not None:
+        sizes["linear queries per rank: key heads / tp x channels"] = v.delta_key_heads // v.tp * v.linear_key_head_dim
+        sizes["linear values per rank: value heads / tp x channels"] = (
+            v.delta_value_heads // v.tp * v.linear_value_head_dim
+        )
     if v.has_dense_layers:
         sizes["ffn_hidden_size / tp"] = v.ffn_size // v.tp
     if v.num_experts is not None:
@@ -199,6 +207,8 @@ SIZES: dict[str, Callable[[Values], Any]] = {
         if v.hybrid_layer_pattern
         else f"linear_attention_freq is {v.linear_attention_freq}"
     ),
+    "delta_key_heads": lambda v: v.linear_num_key_heads if DELTA_RULES & {*v.mixers} else None,
+    "delta_value_heads": lambda v: v.linear_num_value_heads if DELTA_RULES & {*v.mixers} else None,
     # the tokens that a chunk gets from the one before
     "halo_tokens": lambda v: v.linear_conv_kernel_dim - 1 if v.has_linear_layers else 0,
     "chunk_tokens": lambda v: v.seq_length // (2 * v.cp),

@@ -19,12 +19,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from nanotrain.attention.delta_rule import DeltaInputs, delta_rule, span_map
 from nanotrain.comm.autograd import gather_along
 from nanotrain.comm.group import Group
+from nanotrain.parallel.cp.chunks import chunk_rows, join_rows
 from nanotrain.parallel.cp.split import join_shards, local_chunks, zigzag_chunks
 from nanotrain.parallel.cp.ulysses import UlyssesAttention
 
@@ -60,10 +60,10 @@ def _by_states(inputs: DeltaInputs, group: Group, *, rule: Rule) -> Tensor:
     """Each local chunk is a row of its own."""
     if inputs.starts is not None:
         inputs = replace(inputs, starts=local_chunks(inputs.starts, index=group.index, size=group.size))
-    rows = inputs.map(lambda x: rearrange(x, "b (chunks l) ... -> (b chunks) l ...", chunks=2))
+    rows = inputs.map(lambda x: chunk_rows(x, group))
     transition, offset = rule.span_map(rows)
     out, _ = rule.scan(rows, start_states(transition, offset, group=group))
-    return rearrange(out, "(b chunks) l n v -> b (chunks l) n v", chunks=2)
+    return join_rows(out, group)
 
 
 def start_states(transition: Tensor, offset: Tensor, *, group: Group) -> Tensor:

@@ -7,7 +7,7 @@ docs/layer_kinds.md describes how to add one.
 """
 
 from nanotrain.spec.declaration import LayerKind
-from nanotrain.spec.kinds import attention, mlp, short_conv
+from nanotrain.spec.kinds import attention, delta_net, mlp, short_conv
 
 MIXERS: dict[str, LayerKind] = {
     "attention": LayerKind(
@@ -20,6 +20,10 @@ MIXERS: dict[str, LayerKind] = {
     "mla": LayerKind(
         attention.mla, attention.mla_bytes, attention.pair_flops, has_keys=True, clipped_rows=attention.mla_rows
     ),
+    "gated_delta_net": LayerKind(
+        delta_net.gated_delta_net, delta_net.saved_bytes, delta_net.sequence_flops, cp_bytes=delta_net.cp_bytes
+    ),
+    "kda": LayerKind(delta_net.kda, delta_net.saved_bytes, delta_net.sequence_flops, cp_bytes=delta_net.cp_bytes),
     "short_conv": LayerKind(short_conv.declare, short_conv.saved_bytes, cp_bytes=short_conv.cp_bytes),
 }
 MLPS: dict[str, LayerKind] = {

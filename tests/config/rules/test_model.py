@@ -9,6 +9,7 @@ from tests.config.asking import config_of
 EXPERTS = {"num_experts": 8}
 LATENT = {"multi_latent_attention": True}
 LINEAR = {"linear_attention_type": "short_conv"}
+DELTA = {"linear_attention_type": "gated_delta_net"}
 HYBRID = {"num_layers": 4, "hybrid_layer_pattern": "*-*-"}
 GROUPS = {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
 
@@ -41,6 +42,8 @@ def test_what_fits_together_breaks_no_rule(keys):
         ({"kv_channels": 5}, "a head has 5 channels"),
         (LINEAR | {"linear_attention_freq": "1"}, "no layer has linear_attention_type short_conv"),
         (LINEAR | {"linear_attention_freq": "[1,0]"}, "[1,0]': it takes N for every Nth layer, or a 1 (linear"),
+        (DELTA | {"linear_num_key_heads": 5}, "32 value heads cannot share 5 key heads"),
+        (DELTA | {"linear_attention_type": "kda"}, "32 value heads beside 16 key heads"),
         (HYBRID | {"num_layers": 5}, "hybrid_layer_pattern has 4 of 5 layers"),
         (HYBRID | {"hybrid_layer_pattern": "*Z*-"}, "Z is no kind of layer; the letters are"),
         (HYBRID | {"hybrid_layer_pattern": "*-*-/*-"}, "leave / and what follows out"),

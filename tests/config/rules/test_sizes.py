@@ -12,6 +12,7 @@ from nanotrain.spec.stages import split_layers
 from tests.config.asking import config_of, validate
 
 TP2 = {"tensor_model_parallel_size": 2}
+DELTA = {"linear_attention_type": "gated_delta_net", "linear_num_key_heads": 1}
 CP2 = {"context_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
@@ -93,6 +94,11 @@ def test_what_divides_breaks_no_rule(keys):
             "the two together over tp=4 ranks",
         ),
         (CP2 | {"cp_comm_type": "a2a", "tensor_model_parallel_size": 4}, "a2a needs tp*cp = 8 to divide"),
+        (
+            DELTA | {"tensor_model_parallel_size": 4, "linear_num_key_heads": 2},
+            "linear_num_key_heads 2 cannot be shared",
+        ),
+        (DELTA | CP2 | {"cp_comm_type": "a2a", "linear_num_value_heads": 3}, "3 value heads (linear_num_value_heads)"),
         (PP2 | {"num_layers": 1}, "1 layer cannot fill pp=2 pipeline stages"),
         (
             PP2 | {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 4},

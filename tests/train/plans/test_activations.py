@@ -26,6 +26,7 @@ SHARED = f"{MOE} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-ga
 SINKS = f"{LLAMA} --softmax-type learnable --activation quick_geglu --activation-func-clamp-value 7"
 OLMO = f"{LLAMA} --qk-layernorm --qk-layernorm-across-heads --norm-placement post"
 PACKED = f"{LLAMA} --reset-attention-mask"
+DELTA = "--linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16 --linear-attention-type"
 MODELS = {
     "gpt2": GPT2,
     "llama": LLAMA,
@@ -40,6 +41,8 @@ MODELS = {
     "math": f"{LLAMA} --attention-backend unfused",
     "output gate": f"{LLAMA} --attention-output-gate",
     "short convolution": "--linear-attention-type short_conv",
+    "gated delta net": f"--linear-num-key-heads 2 {DELTA} gated_delta_net",
+    "kda": f"--linear-num-key-heads 4 {DELTA} kda",
     "half layers": f"--linear-attention-type short_conv --num-layers 3 --hybrid-layer-pattern -*G {LLAMA}",
 }
 LAYOUTS = {
