@@ -1,12 +1,13 @@
 """Paths as users write them: `~` and $VARIABLES are replaced, and addresses are refused.
 
 expanded, local_path    the text of a path, and the path
+Address                 an address of object storage; path_or_address for settings that take either
 is_secret               whether the name of a variable of the environment is that of a secret
 """
 
 import os
 import re
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 from nanotrain.errors import ConfigError
 
@@ -24,13 +25,24 @@ def is_secret(name: str) -> bool:
     return _SECRET.search(name) is not None
 
 
-def expanded(text: str) -> str:
+class Address(PosixPath):
+    """A place in object storage, SCHEME://BUCKET/NAME, as a path: it has a name, a folder and places beside it.
+
+    >>> str(Address("s3://bucket/web").with_name("code"))
+    's3://bucket/code'
+    """
+
+    def __str__(self) -> str:
+        return super().__str__().replace(":/", "://", 1)
+
+
+def expanded(text: str, *, may_be_address: bool = False) -> str:
     """A path with its `~` and variables replaced; other text, as a name on the Hugging Face hub, stays.
 
     Raises:
         ConfigError: an address of a remote file, a variable that is not set or looks like a secret, an unknown user.
     """
-    if address := _ADDRESS.match(text):
+    if (address := _ADDRESS.match(text)) and not may_be_address:
         why = f"files are read and written by their path on this machine, and {address[1]}:// is none"
         raise ConfigError(f"{text} is no path", why=why, fix="mount it and name the folder, or copy it first")
     for variable in _VARIABLE.findall(text):
@@ -51,3 +63,8 @@ def expanded(text: str) -> str:
 def local_path(text: str) -> Path:
     """The path of a text, as `expanded`."""
     return Path(expanded(text))
+
+
+def path_or_address(text: str) -> Path:
+    """The path of a text as `expanded`, or the address in object storage that it is; blanks are not part of one."""
+    return Address(text) if _ADDRESS.match(text) and " " not in text else local_path(text)

@@ -1,4 +1,4 @@
-"""`~` and variables mean the same in every path option; an address is one error everywhere."""
+"""`~` and variables mean the same in every path option; an address is one error where no corpus is named."""
 
 from pathlib import Path
 
@@ -10,13 +10,21 @@ from nanotrain.data.data_path import parse_data_path
 from nanotrain.errors import ConfigError
 from nanotrain.paths import expanded, is_secret
 
-FLAGS = ("--run-dir", "--save", "--load", "--save-fallback-dir", "--tensorboard-dir", "--data-path", "--config-dir")
+FLAGS = (
+    "--run-dir",
+    "--save",
+    "--load",
+    "--save-fallback-dir",
+    "--tensorboard-dir",
+    "--exclude-documents",
+    "--config-dir",
+)
 COMMANDS = (
     *("report RUN", "runs RUN", "watch RUN", "compare RUN RUN", "timeline RUN", "report . --output RUN.html"),
     *("checkpoint inspect RUN", "checkpoint verify RUN", "checkpoint average . --output RUN"),
     *("checkpoint import-hf RUN x", "checkpoint import-hf . RUN", "checkpoint export-hf . RUN"),
     *("checkpoint export-hf . x --tokenizer RUN", "checkpoint export-dcp . RUN", "checkpoint export-megatron . RUN"),
-    *("evaluate RUN --data x", "evaluate . --data RUN", "generate RUN", "topology --schedule 1f1b --png RUN.png"),
+    *("evaluate RUN --data x", "generate RUN", "topology --schedule 1f1b --png RUN.png"),
     *("prepare --input RUN --output x --tokenizer bytes", "prepare --input . --output RUN --tokenizer bytes"),
     *("config +config=RUN.yaml", *(f"config --mock-data {flag} RUN" for flag in FLAGS)),
 )

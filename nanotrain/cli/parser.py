@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from textwrap import TextWrapper
 from typing import Any, NoReturn, TypeVar
@@ -113,6 +113,7 @@ def png_file(text: str) -> Path:
 TYPES: dict[str, Callable[[str], Any]] = {
     "path": local_path,
     "text_path": expanded,
+    "corpus": partial(expanded, may_be_address=True),
     "png_file": png_file,
     "words": shlex.split,
     "whole_numbers": whole_numbers,

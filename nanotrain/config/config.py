@@ -147,6 +147,8 @@ class DataConfig:
     fim_prefix_token: str = option("<fim_prefix>", "fim_data: sentinel before the prefix, a token of the tokenizer or an id")
     fim_suffix_token: str = option("<fim_suffix>", "fim_data: sentinel before the suffix")
     fim_middle_token: str = option("<fim_middle>", "fim_data: sentinel before the middle")
+    object_storage_cache_path: str | None = option(None, "folder for parts of token files in object storage, on a disk of the host, shared by its processes; unset: in the folder for temporary files", is_path=True)
+    object_storage_cache_gib: float = option(16.0, "GiB of object_storage_cache_path that token files may take; their indices come on top", check=above(0))
     num_workers: int = option(1, "data loader processes; 0: load in the training process", check=at_least(0, at_most=256))
     reset_position_ids: bool = option(False, "restart position ids at each document")
     reset_attention_mask: bool = option(False, "mask attention between documents")

@@ -270,7 +270,7 @@ def read_named(entries: Sequence[str]) -> dict[str, str]:
     {'web': 'data/web', 'math': 'data/math'}
     """
     matches = [_NAMED.fullmatch(entry) for entry in entries]
-    named = {match[1]: expanded(match[2]) for match in matches if match}
+    named = {match[1]: expanded(match[2], may_be_address=True) for match in matches if match}
     if named and len(named) < len(entries):
         why = f"of {len(entries)} entries {len(named)} have a name of their own"
         fix = "write NAME=PATH for each, with different names"

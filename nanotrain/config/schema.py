@@ -276,7 +276,7 @@ def convert(entry: Entry, value: Any) -> Any:
 def convert_item(entry: Entry, value: Any) -> Any:
     """One value of a field, or one item of its list."""
     result: Any = convert_choice(entry, value) if entry.choices else CONVERSIONS[entry.item](entry, value)
-    result = expanded(result) if entry.is_path else result
+    result = expanded(result, may_be_address=entry.name.endswith("data_path")) if entry.is_path else result
     if result == "" and entry.default != "":
         raise ConfigError(f"{entry.key} is empty", why="it takes text", fix=entry.meaning)
     check = entry.field.metadata["check"]

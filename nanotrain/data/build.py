@@ -20,6 +20,7 @@ from nanotrain.data.fim import FillInTheMiddle
 from nanotrain.data.gpt import GPTDataset, SyntheticDataset
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.packing import PackedDataset
+from nanotrain.data.remote import ChunkCache
 from nanotrain.errors import ConfigError, DataError, ErrorCollector
 from nanotrain.quantities import count_of
 from nanotrain.untrusted import object_of, parse_json, read_file, shown, text_of, unreadable, whole_number
@@ -83,11 +84,11 @@ def build_data(
         data, required = replace(data, valid_data_path=[]), {*required} - {"valid"}
     parsed = [parse_data_path(_paths(data, name)) for name in SPLITS]
     require_same_tokenizer(entry.prefix for prefixes in (*parsed, *named.values()) for entry in prefixes)
-    built: dict[str, SampleDataset | None] = {}
+    cache, built = ChunkCache.of(data), dict[str, SampleDataset | None]()
     for split, name in enumerate(SPLITS):
         prefixes = parsed[split]
         datasets = [
-            _dataset(IndexedTokens(entry.prefix), data, split=split, vocab_size=vocab_size, seed=seed)
+            _dataset(IndexedTokens(entry.prefix, cache), data, split=split, vocab_size=vocab_size, seed=seed)
             for entry in prefixes
         ]
         if name == "train" and data.fim_data:
@@ -101,7 +102,7 @@ def build_data(
         built[name] = _stage(datasets, data) if is_staged else _blend(datasets, prefixes)
     valid_sets: dict[str, SampleDataset] = {}
     for name, (entry, *_) in named.items():
-        corpus = IndexedTokens(entry.prefix)
+        corpus = IndexedTokens(entry.prefix, cache)
         dataset = PACKINGS[data.packing](corpus, 0, corpus.num_tokens, data, vocab_size=vocab_size, seed=seed)
         _check_samples("valid", [dataset], proportions=data.split)
         valid_sets[name] = dataset

@@ -8,23 +8,16 @@
 Corpora without the file, such as Megatron-LM's, are not checked.
 """
 
-import os
 from pathlib import Path
-from typing import BinaryIO
 from zlib import crc32
 
 import numpy as np
 
-from nanotrain.data.token_format import bin_path, idx_path
+from nanotrain.data.remote import ChunkCache, CorpusFile, open_file, require_file
+from nanotrain.data.token_format import BLOCK_BYTES, bin_path, idx_path, sums_path
 from nanotrain.errors import DataError
 
-BLOCK_BYTES = 1 << 18  # 16 MB of checksums per TB; reading a block takes 0.1 ms
 CHECKED_ON_OPENING = 3
-
-
-def sums_path(prefix: Path) -> Path:
-    """Path of the checksums of a pair."""
-    return prefix.with_name(prefix.name + ".bin.crc32")
 
 
 class BlockSums:
@@ -49,79 +42,89 @@ class BlockSums:
         return np.array(self._sums + [self._crc32] * bool(self._size), dtype="<u4").tobytes()
 
 
-def check_blocks(prefix: Path, *, most: int | None = None) -> int:
-    """Compare blocks of a token file with their checksums.
-
-    Args:
-        prefix: path of the pair.
-        most: number of evenly spread blocks to check; None for all.
+def check_blocks(prefix: Path) -> int:
+    """Compare all blocks of a token file with their checksums.
 
     Returns:
-        The number of blocks checked; 0 if the corpus has no checksums.
+        The number of blocks; 0 if the corpus has no checksums.
 
     Raises:
         DataError: a block differs.
     """
-    file, path = bin_path(prefix), sums_path(prefix)
-    if not path.is_file():
-        return 0
-    sums = np.memmap(path, dtype="<u4", mode="r") if path.stat().st_size else np.empty(0, dtype="<u4")
-    total = -(-file.stat().st_size // BLOCK_BYTES)
-    what, why = f"{file} is not as it was written", f"it has {total} blocks, {path.name} has checksums of {len(sums)}"
-    if len(sums) == total:
-        numbers = range(total) if most is None else sorted({*np.linspace(0, total - 1, most).astype(int).tolist()})
-        with file.open("rb") as blocks:
-            bad = [number for number in numbers if crc32(_block(blocks, number)) != sums[number]]
-        if not bad:
-            return len(numbers)
-        begin = bad[0] * BLOCK_BYTES
-        why = f"{len(bad)} of {len(numbers)} checked blocks differ from {path.name}, the first from byte {begin:,} on"
-    fix = f"copy or prepare the corpus again; `nanotrain prepare --verify {prefix}` checks all blocks"
-    raise DataError(what, why=why, fix=fix)
+    sums = open_file(sums_path(prefix))
+    return 0 if sums is None else BlockCheck(require_file(bin_path(prefix)), sums).check(prefix)
 
 
 class BlockCheck:
-    """Compares blocks of an open token file with their checksums, each once per process.
-
-    A block takes 0.1 ms, beside the step where workers load the data.
+    """Compares blocks of a token file with their checksums.
 
     Args:
-        prefix: path of the pair; without checksums nothing is compared.
-        descriptor: open .bin.
+        file: the token file.
+        sums: its checksums; without them nothing is compared.
     """
 
-    def __init__(self, prefix: Path, descriptor: int) -> None:
-        path = sums_path(prefix)
-        self._sums = np.fromfile(path, dtype="<u4") if path.is_file() else np.empty(0, dtype="<u4")
-        self._is_checked, self._descriptor = np.zeros(len(self._sums), dtype=bool), descriptor
+    def __init__(self, file: CorpusFile, sums: CorpusFile | None) -> None:
+        self.file, self.sums = file, np.empty(0, dtype="<u4")
+        self._has_sums = sums is not None
+        if sums is not None and sums.size:
+            self.sums = np.memmap(sums.local, dtype="<u4", mode="r")
+        self._is_checked = np.zeros(len(self.sums), dtype=bool)
+
+    def check(self, prefix: Path, *, most: int | None = None) -> int:
+        """Compare `most` evenly spread blocks, or all; returns their number. Errors as of `check_blocks`."""
+        total = -(-self.file.size // BLOCK_BYTES)
+        if not self._has_sums:
+            return 0
+        why = f"it has {total} blocks, {sums_path(prefix).name} has checksums of {len(self.sums)}"
+        if len(self.sums) == total:
+            numbers = range(total) if most is None else _spread(total, most)
+            bad = [number for number in numbers if not self._is_sound(number)]
+            if not bad:
+                return len(numbers)
+            begin, name = bad[0] * BLOCK_BYTES, sums_path(prefix).name
+            why = f"{len(bad)} of {len(numbers)} checked blocks differ from {name}, the first from byte {begin:,} on"
+        fix = f"copy or prepare the corpus again; `nanotrain prepare --verify {prefix}` checks all blocks"
+        raise DataError(f"{self.file.path} is not as it was written", why=why, fix=fix)
 
     def damaged(self, start: int, stop: int) -> int | None:
-        """The first byte of the first damaged block among those that hold bytes [start, stop); None without one."""
-        for number in range(start // BLOCK_BYTES, min(-(-stop // BLOCK_BYTES), len(self._sums))):
+        """The first byte of the first damaged block among those that hold bytes [start, stop); None without one.
+
+        A block is compared once per process, which takes 0.1 ms, beside the step where workers load the data.
+        """
+        for number in range(start // BLOCK_BYTES, min(-(-stop // BLOCK_BYTES), len(self.sums))):
             if not self._is_checked[number]:
-                block = os.pread(self._descriptor, BLOCK_BYTES, number * BLOCK_BYTES)
-                if crc32(block) != self._sums[number]:
+                if not self._is_sound(number):
                     return number * BLOCK_BYTES
                 self._is_checked[number] = True
         return None
 
+    def _is_sound(self, number: int) -> bool:
+        """Whether a block has its checksum; one of a cache is fetched again before it counts as damaged."""
+        while crc32(_block(self.file, number)) != self.sums[number]:
+            if not self.file.drop(number * BLOCK_BYTES):
+                return False
+        return True
 
-def fingerprint(prefix: Path) -> str:
+
+def fingerprint(prefix: Path, cache: ChunkCache | None = None) -> str:
     """Eight hexadecimal digits that differ between corpora: of the sizes, the index's ends and the checksums.
 
     Without checksums, as of Megatron-LM's corpora, evenly spread blocks of the tokens stand for all of them.
     """
-    files, value = (bin_path(prefix), idx_path(prefix)), 0
-    for path in files:
-        with path.open("rb") as blocks:
-            total = -(-path.stat().st_size // BLOCK_BYTES)
-            value = crc32(path.stat().st_size.to_bytes(8, "little"), value)
-            for number in sorted({*np.linspace(0, total - 1, CHECKED_ON_OPENING).astype(int).tolist()}):
-                value = crc32(_block(blocks, number), value)
-    sums = sums_path(prefix)
-    return f"{crc32(sums.read_bytes(), value) if sums.is_file() else value:08x}"
+    value = 0
+    for path in (bin_path(prefix), idx_path(prefix)):
+        file = require_file(path, cache)
+        value = crc32(file.size.to_bytes(8, "little"), value)
+        for number in _spread(-(-file.size // BLOCK_BYTES), CHECKED_ON_OPENING):
+            value = crc32(_block(file, number), value)
+    sums = open_file(sums_path(prefix), cache)
+    return f"{value if sums is None else crc32(sums.local.read_bytes(), value):08x}"
 
 
-def _block(file: BinaryIO, number: int) -> bytes:
-    file.seek(number * BLOCK_BYTES)
-    return file.read(BLOCK_BYTES)
+def _spread(total: int, most: int) -> list[int]:
+    """At most `most` evenly spread numbers below `total`."""
+    return sorted({*np.linspace(0, total - 1, most).astype(int).tolist()})
+
+
+def _block(file: CorpusFile, number: int) -> bytes:
+    return file.read(number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES)

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import tokenizers
 
+from nanotrain.data.remote import open_file
 from nanotrain.data.token_format import prefix_of
 from nanotrain.data.tokenizer import VOCABULARY, ByteTokenizer
 from nanotrain.errors import ConfigError, DataError
+from nanotrain.paths import path_or_address
 from nanotrain.runs.files import write_text
 from nanotrain.untrusted import MAX_TOKENIZER_BYTES, object_of, parse_json, read_file, text_of, whole_number
 
@@ -49,10 +51,11 @@ def read_info(prefix: Path) -> CorpusInfo:
         DataError: the file is damaged.
     """
     path = _info_path(prefix)
-    if not path.is_file():
+    file = open_file(path)
+    if file is None:
         return CorpusInfo()
     try:
-        info = CorpusInfo(**object_of(parse_json(read_file(path)), "it"))
+        info = CorpusInfo(**object_of(parse_json(read_file(file.local)), "it"))
         for name, value in asdict(info).items():
             if value is not None or name not in ("tokenizer", "eod"):
                 CHECKS[name](value, name) if name in CHECKS else whole_number(value, name)
@@ -72,8 +75,8 @@ def write_info(prefix: Path, info: CorpusInfo) -> None:
 
 def recorded_tokenizer(prefix: Path | str) -> str | None:
     """The tokenizer a corpus was prepared with, as `load_tokenizer` takes it; None if unknown."""
-    name = read_info(Path(prefix)).tokenizer
-    folder = tokenizer_path(Path(prefix))
+    prefix = prefix if isinstance(prefix, Path) else Path(prefix)
+    name, folder = read_info(prefix).tokenizer, tokenizer_path(prefix)
     return str(folder) if name == folder.name else name
 
 
@@ -113,7 +116,7 @@ def require_tokenizer_of(model: str | None, source: str) -> None:
     Raises:
         ConfigError: they have another one.
     """
-    corpus = recorded_tokenizer(prefix_of(source))
+    corpus = recorded_tokenizer(path_or_address(prefix_of(source)))
     if model is not None and corpus is not None and is_same_tokenizer(model, corpus) is False:
         raise ConfigError(
             f"{source} was prepared with another tokenizer than the model's",

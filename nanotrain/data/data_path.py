@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nanotrain.data.token_format import idx_path, prefix_of
 from nanotrain.errors import ConfigError
-from nanotrain.paths import local_path
+from nanotrain.paths import Address, path_or_address
 
 _NUMBER = re.compile(r"[+-]?(\d{1,30}(\.\d{0,30})?|\.\d{1,30})(e[+-]?\d{1,2})?|\d{1,30}/0*[1-9]\d{0,29}", re.IGNORECASE)
 
@@ -53,11 +53,11 @@ def _weight(item: str) -> Fraction | None:
 
 def _is_prefix(item: str) -> bool:
     """Whether an entry names a corpus, which may contain blanks or look like a number."""
-    return idx_path(_prefix(item)).exists()
+    return isinstance(_prefix(item), Address) or idx_path(_prefix(item)).exists()
 
 
 def _prefix(item: str) -> Path:
-    path = local_path(prefix_of(item))
+    path = path_or_address(prefix_of(item))
     return path if path.name else path.resolve()  # "." is a folder, which has a name
 
 

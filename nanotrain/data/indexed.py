@@ -14,7 +14,6 @@ Tokens are read with `os.pread`: on cold files it is 4 to 6 times as fast as pag
 windows of 2048 tokens), and it needs no file position. The `.idx` is memory-mapped: its accesses are few and small.
 """
 
-import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from functools import cached_property
@@ -22,8 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from nanotrain.data.checksums import CHECKED_ON_OPENING, BlockCheck, check_blocks, fingerprint
-from nanotrain.data.token_format import HEADER, bin_path, idx_path, mask_path, read_header
+from nanotrain.data.checksums import CHECKED_ON_OPENING, BlockCheck, fingerprint
+from nanotrain.data.remote import ChunkCache, RemoteFile, open_file
+from nanotrain.data.token_format import HEADER, bin_path, idx_path, mask_path, read_header, sums_path
 from nanotrain.errors import DataError
 from nanotrain.quantities import count_of
 
@@ -40,20 +40,23 @@ class IndexedTokens:
 
     Args:
         prefix: path of the pair without `.bin` and `.idx`.
+        cache: where the bytes of remote files are kept; None for the default.
 
     Raises:
         DataError: a file is missing, truncated or of another format, or the files do not match.
     """
 
-    def __init__(self, prefix: Path | str) -> None:
-        self.prefix = Path(prefix)
-        self.bin_file, idx_file = bin_path(self.prefix), idx_path(self.prefix)
-        if not (idx_file.is_file() and self.bin_file.is_file()):
+    def __init__(self, prefix: Path | str, cache: ChunkCache | None = None) -> None:
+        self.prefix, self.cache = prefix if isinstance(prefix, Path) else Path(prefix), cache
+        self.bin_file = bin_path(self.prefix)
+        tokens, index = (open_file(path, cache) for path in (self.bin_file, idx_path(self.prefix)))
+        if tokens is None or index is None:
             raise _missing_pair(self.prefix)
-        header = read_header(idx_file)
+        self._tokens, idx_file = tokens, index.local
+        header = read_header(idx_file, index.path)
         self.dtype = header.dtype
         self.num_sequences = header.num_sequences
-        self._file_bytes = self.bin_file.stat().st_size
+        self._file_bytes = tokens.size
         if not self.num_sequences or not self._file_bytes:
             raise DataError(
                 f"{self.prefix} is an empty corpus",
@@ -67,19 +70,25 @@ class IndexedTokens:
         self._documents = columns[pointers_end:].view("<i8")
         self._check_documents()
         self._check_size()
-        self.mask_file = mask_path(self.prefix) if mask_path(self.prefix).is_file() else None
-        if self.mask_file is not None and self.mask_file.stat().st_size != self.num_tokens:
-            why = f"it has {self.mask_file.stat().st_size:,} bytes, and the corpus {self.num_tokens:,} tokens"
-            raise DataError(f"{self.mask_file} does not match", why=why, fix=_AGAIN)
-        check_blocks(self.prefix, most=CHECKED_ON_OPENING)
+        self.mask_file = open_file(mask_path(self.prefix), cache)
+        if self.mask_file is not None and self.mask_file.size != self.num_tokens:
+            why = f"it has {self.mask_file.size:,} bytes, and the corpus {self.num_tokens:,} tokens"
+            raise DataError(f"{self.mask_file.path} does not match", why=why, fix=_AGAIN)
+        self._check = BlockCheck(tokens, open_file(sums_path(self.prefix), cache))
+        self._check.check(self.prefix, most=CHECKED_ON_OPENING)
 
-    def __reduce__(self) -> tuple[type, tuple[Path]]:
-        return IndexedTokens, (self.prefix,)
+    def __reduce__(self) -> tuple[type, tuple[Path, ChunkCache | None]]:
+        return IndexedTokens, (self.prefix, self.cache)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is in object storage."""
+        return isinstance(self._tokens, RemoteFile)
 
     @cached_property
     def fingerprint(self) -> str:
         """Digits that differ where the corpus does, see `checksums.fingerprint`."""
-        return fingerprint(self.prefix)
+        return fingerprint(self.prefix, self.cache)
 
     @property
     def num_documents(self) -> int:
@@ -145,7 +154,7 @@ class IndexedTokens:
         """[stop - start] uint8, whether tokens of the stream are targets; ones without a loss mask."""
         if self.mask_file is None:
             return np.ones(stop - start, dtype=np.uint8)
-        return np.fromfile(self.mask_file, dtype=np.uint8, offset=start, count=stop - start)
+        return np.frombuffer(self.mask_file.read(start, stop), dtype=np.uint8)
 
     def _sequence_start(self, sequence: int) -> int:
         if self._offsets is not None:
@@ -173,29 +182,8 @@ class IndexedTokens:
         ends = self._pointers[sequences] + self._lengths[sequences].astype(np.int64) * self.dtype.itemsize
         return bool(np.array_equal(self._pointers[sequences + 1], ends))
 
-    @cached_property
-    def _descriptor(self) -> int:
-        return os.open(self.bin_file, os.O_RDONLY)
-
-    @cached_property
-    def _check(self) -> BlockCheck:
-        return BlockCheck(self.prefix, self._descriptor)
-
-    def __del__(self) -> None:
-        if "_descriptor" in self.__dict__:
-            os.close(self._descriptor)
-
     def _pread(self, offset: int, count: int) -> np.ndarray:
-        num_bytes, data = count * self.dtype.itemsize, b""
-        while len(data) < num_bytes:
-            more = os.pread(self._descriptor, num_bytes - len(data), offset + len(data))
-            if not more:
-                raise DataError(
-                    f"{self.bin_file} ended at byte {offset + len(data)}",
-                    why=f"it had {self._file_bytes} bytes when it was opened",
-                    fix="do not overwrite a corpus while a run reads it",
-                )
-            data += more
+        num_bytes = count * self.dtype.itemsize
         damaged = self._check.damaged(offset, offset + num_bytes)
         if damaged is not None:
             document, *_ = next(self.documents_in(offset // self.dtype.itemsize, self.num_tokens))
@@ -203,6 +191,13 @@ class IndexedTokens:
                 f"{self.bin_file} is not as it was written",
                 why=f"its block from byte {damaged:,} on differs from its checksum; document {document} is read there",
                 fix=f"copy or prepare the corpus again; `nanotrain prepare --verify {self.prefix}` checks all blocks",
+            )
+        data = self._tokens.read(offset, offset + num_bytes)
+        if len(data) < num_bytes:
+            raise DataError(
+                f"{self.bin_file} ended at byte {offset + len(data)}",
+                why=f"it had {self._file_bytes} bytes when it was opened",
+                fix="do not overwrite a corpus while a run reads it",
             )
         return np.frombuffer(data, dtype=self.dtype)
 

@@ -13,10 +13,13 @@ signal reaches the whole process group, but only the trainer may handle it.
 
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from functools import cached_property, partial
 from multiprocessing import resource_tracker
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from nanotrain.data.batch import Batch, Sample, SampleDataset, collate, split_sequences
 from nanotrain.data.blend import BlendedDataset
+from nanotrain.data.build import corpora_of
 from nanotrain.data.sampler import SamplerConfig, all_microbatches
 from nanotrain.data.worker import exit_with_parent
 from nanotrain.errors import EnvironmentFault, LocalFault, NanotrainError
@@ -34,17 +38,68 @@ from nanotrain.runs.files import free_space
 _INTERRUPTS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1})
 # Microbatches per worker: at least double buffering, at most what keeps /dev/shm small.
 _MIN_PREFETCH, _MAX_PREFETCH = 2, 16
+_STEPS_AHEAD, _THREADS_AHEAD = 2, 16  # of samples in object storage
 # in the RuntimeErrors that torch raises when a worker died or cannot be reached
 _WORKER_ERRORS = ("DataLoader worker", "Communication with the workers")
 
 
+class _ReadAhead:
+    """Reads the samples of the next steps on threads, in the order in which they will be needed.
+
+    What it reads of remote files is in the host's cache then. Errors are left to whoever needs the sample.
+
+    Args:
+        dataset: the samples.
+        sampler: data-parallel index and batch sizes.
+        consumed_samples: samples that are not read any more.
+        skipped_samples: added to every index.
+    """
+
+    def __init__(
+        self, dataset: SampleDataset, *, sampler: SamplerConfig, consumed_samples: int, skipped_samples: int
+    ) -> None:
+        self.dataset, self.skipped_samples = dataset, skipped_samples
+        self._distance = _STEPS_AHEAD * sampler.global_batch_size
+        self._coming = (index for batch in all_microbatches(sampler, consumed_samples) for index in batch if index >= 0)
+        self._next, self._queue = next(self._coming), SimpleQueue[int]()
+        for _ in range(_THREADS_AHEAD):
+            Thread(target=self._read, daemon=True).start()
+
+    def advance(self, index: int) -> None:
+        """Read the samples from sample `index`, which is needed now, to those some steps later."""
+        while self._next <= index + self._distance:
+            if self._next > index:
+                self._queue.put(self._next)
+            self._next = next(self._coming)
+
+    def _read(self) -> None:
+        while True:
+            with suppress(NanotrainError):
+                self.dataset[self._queue.get() + self.skipped_samples]
+
+
 class _BatchReader(Dataset[Any]):
-    def __init__(self, dataset: SampleDataset, skipped_samples: int, *, unread_length: int | None) -> None:
-        self.dataset, self.skipped_samples, self.unread_length = dataset, skipped_samples, unread_length
+    """Reads microbatches; arguments as of `_ReadAhead`."""
+
+    def __init__(
+        self, dataset: SampleDataset, *, sampler: SamplerConfig, consumed_samples: int, skipped_samples: int
+    ) -> None:
+        self.dataset, self.skipped_samples, self.unread_length = dataset, skipped_samples, sampler.unread_length
+        order = {"consumed_samples": consumed_samples, "skipped_samples": skipped_samples}
+        is_slow = sampler.unread_length is None and any(part.corpus.is_remote for part in corpora_of(dataset))
+        self._read_ahead = partial(_ReadAhead, dataset, sampler=sampler, **order) if is_slow else None
+
+    @cached_property
+    def _ahead(self) -> _ReadAhead | None:
+        """Of the first worker; the others find what it has read."""
+        worker = get_worker_info()
+        return self._read_ahead() if self._read_ahead and (worker is None or worker.id == 0) else None
 
     def __getitems__(self, indices: Sequence[int]) -> Batch | NanotrainError:
         samples = [max(index, ~index) for index in indices]  # padding is a negative index
         positions = [sample + self.skipped_samples for sample in samples]
+        if self._ahead is not None:
+            self._ahead.advance(max(samples))
         try:
             batch = collate([self._sample(*each) for each in zip(positions, indices, strict=True)])
             sources = None
@@ -113,7 +168,12 @@ class GlobalBatchLoader(AbstractContextManager["GlobalBatchLoader"]):
         num_workers, context = self.num_workers, _fork_server() if self.num_workers else None
         prefetch = -(-2 * self.sampler.num_microbatches // max(1, num_workers))
         loader = DataLoader(
-            _BatchReader(self.dataset, skipped_samples, unread_length=self.sampler.unread_length),
+            _BatchReader(
+                self.dataset,
+                sampler=self.sampler,
+                consumed_samples=consumed_samples,
+                skipped_samples=skipped_samples,
+            ),
             batch_sampler=all_microbatches(self.sampler, consumed_samples),
             collate_fn=_identity,
             worker_init_fn=_start_worker if num_workers else None,

@@ -25,6 +25,8 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = dict(enumerate(map(np.dtype, ("uint8", "int8", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")), start=1))
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
+BLOCK_BYTES = 1 << 18  # of a checksum: 16 MB of them per TB; reading a block takes 0.1 ms
+
 # Megatron-LM's bound, below 2**16, so that added tokens still fit.
 UINT16_VOCAB = 65500
 
@@ -71,6 +73,11 @@ def mask_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".mask")
 
 
+def sums_path(prefix: Path) -> Path:
+    """Path of the checksums of the token file."""
+    return prefix.with_name(prefix.name + ".bin.crc32")
+
+
 def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
     """The token dtype `prepare` writes for a vocabulary: uint16 if it fits, else int32.
 
@@ -94,14 +101,19 @@ def check_dtype(dtype: np.dtype[Any], vocab_size: int) -> None:
         )
 
 
-def read_header(path: Path) -> IndexHeader:
+def read_header(path: Path, original: Path | None = None) -> IndexHeader:
     """Read and check the header of an `.idx` and the file's size.
+
+    Args:
+        path: the file.
+        original: what it is a copy of, for errors.
 
     Raises:
         DataError: not an index, another version, a non-integer dtype, or a truncated file.
     """
     with path.open("rb") as file:
         start = file.read(HEADER.size)
+    size, path = path.stat().st_size, original or path
     if len(start) < HEADER.size or start[: len(MAGIC)] != MAGIC:
         raise DataError(
             f"{path} is no Megatron-LM index",
@@ -117,7 +129,6 @@ def read_header(path: Path) -> IndexHeader:
         why = "token ids are integers: codes 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16"
         raise DataError(f"{path} has tokens of dtype code {code} ({name})", why=why, fix=fix)
     header = IndexHeader(DTYPES[code], num_sequences, num_document_indices)
-    size = path.stat().st_size
     if size != header.file_bytes:
         raise DataError(
             f"{path} has {size} bytes where its header asks for {header.file_bytes}",

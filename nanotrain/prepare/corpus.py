@@ -21,9 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from nanotrain.data.checksums import sums_path
 from nanotrain.data.corpus_info import CorpusInfo, read_info, tokenizer_path, write_info
-from nanotrain.data.token_format import bin_path, check_dtype, idx_path, smallest_dtype
+from nanotrain.data.token_format import bin_path, check_dtype, idx_path, smallest_dtype, sums_path
 from nanotrain.data.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer, load_tokenizer
 from nanotrain.errors import DataError
 from nanotrain.log import progress

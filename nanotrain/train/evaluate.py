@@ -27,14 +27,17 @@ from nanotrain.config.config import Config
 from nanotrain.data.gpt import AllWindows
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.loader import GlobalBatchLoader
+from nanotrain.data.remote import open_file
 from nanotrain.data.tasks import Task, TaskScore
 from nanotrain.data.token_bytes import bytes_per_token
+from nanotrain.data.token_format import idx_path, prefix_of
 from nanotrain.data.tokenizer import Tokenizer, is_local, load_tokenizer
 from nanotrain.errors import DataError
 from nanotrain.inference.checkpoint import OpenedCheckpoint
 from nanotrain.log import get_logger
 from nanotrain.model.context import BatchContext
 from nanotrain.parallel.pp.executor import run_forward
+from nanotrain.paths import path_or_address
 from nanotrain.prepare.chunks import plan_chunks
 from nanotrain.prepare.readers import DocumentReader
 from nanotrain.prepare.token_writer import TokenWriter
@@ -95,8 +98,8 @@ def open_corpus(source: str, tokenizer: Tokenizer | None) -> Iterator[IndexedTok
     Raises:
         DataError: there is no such corpus, or text without a tokenizer.
     """
-    prefix = Path(source.removesuffix(".bin").removesuffix(".idx"))
-    if prefix.with_name(prefix.name + ".idx").is_file():
+    prefix = path_or_address(prefix_of(source))
+    if open_file(idx_path(prefix)) is not None:
         yield IndexedTokens(prefix)
         return
     if not Path(source).exists():

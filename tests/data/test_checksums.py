@@ -7,9 +7,9 @@ import pytest
 
 from nanotrain.cli.main import main
 from nanotrain.data import checksums
-from nanotrain.data.checksums import BlockSums, check_blocks, fingerprint, sums_path
+from nanotrain.data.checksums import BlockSums, check_blocks, fingerprint
 from nanotrain.data.indexed import IndexedTokens
-from nanotrain.data.token_format import bin_path, idx_path
+from nanotrain.data.token_format import bin_path, idx_path, sums_path
 from nanotrain.errors import DataError
 
 LINE = ["--tokenizer", "bytes", "--workers", "1"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanotrain.data import indexed
+from nanotrain.data import indexed, remote
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.token_format import DTYPES, IndexHeader
 from nanotrain.errors import DataError
@@ -236,7 +236,7 @@ def test_documents_out_of_order_are_found_when_they_are_read(tmp_path, monkeypat
 def test_short_reads_are_continued_and_a_file_cut_off_later_is_an_error(write_corpus, monkeypatch) -> None:
     documents = random_documents([20, 30])
     corpus, pread = IndexedTokens(write_corpus(documents)), os.pread
-    monkeypatch.setattr(indexed.os, "pread", lambda handle, count, offset: pread(handle, min(count, 6), offset))
+    monkeypatch.setattr(remote.os, "pread", lambda handle, count, offset: pread(handle, min(count, 6), offset))
     assert corpus.read(0, 50).tolist() == np.concatenate(documents).tolist()
     os.truncate(corpus.bin_file, 70)
     with pytest.raises(DataError, match="ended at byte 70: it had 100 bytes when it was opened"):

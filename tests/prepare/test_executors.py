@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from nanotrain.cli.main import main
-from nanotrain.data.checksums import sums_path
 from nanotrain.data.corpus_info import read_info
-from nanotrain.data.token_format import bin_path, idx_path
+from nanotrain.data.token_format import bin_path, idx_path, sums_path
 from nanotrain.prepare import executors
 from tests.harness import HANG_S
 
