@@ -73,8 +73,7 @@ class Attention(nn.Module):
         if self.query_factor != 1.0:
             query = query * self.query_factor
         rotary = context.rotary[int(self.has_window)] if self.has_rope else None
-        if rotary is not None:
-            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+        query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
         scores = self.scores(context, sink=self.softmax_offset, device=query.device)
         mask = context.masks[int(self.has_window)]  # torch 2.11 does not trace a bool as an index
         attended = self.core_attention(query, key=key, value=value, mask=mask, scores=scores)

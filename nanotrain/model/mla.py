@@ -74,7 +74,6 @@ class MultiLatentAttention(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
         rotary = context.rotary[int(self.has_window)]
-        assert rotary is not None, "validation requires rotary positions with latent attention"
         query, compressed = self._compress(hidden)
         compressed_kv, shared_key = compressed.split(self.compressed_sizes, dim=-1)
         if self.query is None:
@@ -101,7 +100,7 @@ class MultiLatentAttention(nn.Module):
         return compressed_query, compressed
 
     def up_project(
-        self, query: Tensor, compressed_kv: Tensor, *, shared_key: Tensor, rotary: Rotary
+        self, query: Tensor, compressed_kv: Tensor, *, shared_key: Tensor, rotary: Rotary | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value [B, S, N/tp, ...] from what `_compress` returns, normalized."""
         if self.query is None:

@@ -111,16 +111,18 @@ class RotaryTables:
             return Rotary(*((x * self._length).to(like.dtype) for x in (angles.cos(), angles.sin())))
 
 
-def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
+def apply_rotary(x: Tensor, rotary: Rotary | None) -> Tensor:
     """Rotate every pair of every head by its angle.
 
     Args:
         x: [B, S, N, D] queries or keys.
-        rotary: cosines and sines of the S positions, in the dtype of x.
+        rotary: cosines and sines of the S positions, in the dtype of x; None for no rotation.
 
     Returns:
         [B, S, N, D], same dtype.
     """
+    if rotary is None:
+        return x
     cos, sin, num_pairs = rotary.cos, rotary.sin, rotary.cos.shape[-1]
     low, high, rest = x.split((num_pairs, num_pairs, x.shape[-1] - 2 * num_pairs), dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)

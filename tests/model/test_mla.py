@@ -104,6 +104,13 @@ def apply(
     return actual | {name: parameter.grad for name, parameter in layer.named_parameters() if parameter.grad is not None}
 
 
+def test_without_rotary_positions_all_tokens_are_at_position_0() -> None:
+    layer, hidden = full_layer(LATENT), draw(B, S, H, seed=1)
+    expected = apply(layer, LATENT, hidden, grad=hidden, positions=torch.zeros(S))["output of the layer"]
+    mask = layer.core_attention.plan_mask(None, tokens=hidden[..., 0])
+    close(layer(hidden, LayerContext(masks=(mask, None))), expected, what="Kimi Linear")
+
+
 # --- transformers
 
 

@@ -26,6 +26,7 @@ GROUPS = {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk":
         EXPERTS | {"moe_layer_freq": "[0]*3+[1]"},
         LINEAR | {"linear_attention_freq": "2"},
         HYBRID,
+        LATENT | {"position_embedding_type": "none"},  # Kimi Linear
         HYBRID | LINEAR | EXPERTS | {"hybrid_layer_pattern": "G-*E"},
     ],
 )
@@ -53,7 +54,7 @@ def test_what_fits_together_breaks_no_rule(keys):
         (HYBRID | LATENT, "hybrid_layer_pattern has * and multi_latent_attention is on"),
         (HYBRID | {"mtp_num_layers": 1}, "mtp_num_layers 1 with hybrid_layer_pattern"),
         ({"seq_length": 2048}, "seq_length 2048 is longer than max_position_embeddings 1024"),
-        (LATENT | {"position_embedding_type": "none"}, "position_embedding_type is none with multi_latent_attention"),
+        (LATENT | {"position_embedding_type": "learned_absolute"}, "learned_absolute with multi_latent_attention"),
         ({"rotary_percent": 0.3}, "of which 19 are rotated (rotary_percent 0.3)"),
         ({"hidden_size": 72, "rotary_percent": 0.5}, "a head has 18 channels, of which 9 are rotated"),
         ({"hidden_size": 72, "rotary_percent": 0.5}, "set --kv-channels 20, or another"),
