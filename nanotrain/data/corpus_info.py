@@ -12,7 +12,7 @@ from pathlib import Path
 
 import tokenizers
 
-from nanotrain.data.remote import open_file
+from nanotrain.data.remote import local_folder, open_file
 from nanotrain.data.token_format import prefix_of
 from nanotrain.data.tokenizer import VOCABULARY, ByteTokenizer
 from nanotrain.errors import ConfigError, DataError
@@ -77,7 +77,7 @@ def recorded_tokenizer(prefix: Path | str) -> str | None:
     """The tokenizer a corpus was prepared with, as `load_tokenizer` takes it; None if unknown."""
     prefix = prefix if isinstance(prefix, Path) else Path(prefix)
     name, folder = read_info(prefix).tokenizer, tokenizer_path(prefix)
-    return str(folder) if name == folder.name else name
+    return str(local_folder(folder)) if name == folder.name else name
 
 
 def _info_path(prefix: Path) -> Path:

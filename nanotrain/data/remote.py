@@ -13,12 +13,14 @@ chunks that were not used for longest go first. An object that replaces another 
 
 import os
 import secrets
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from errno import EPERM
 from fcntl import LOCK_EX, flock
 from functools import cached_property
 from hashlib import blake2b
@@ -87,6 +89,13 @@ class ChunkCache:
         folder = Path(data.object_storage_cache_path or default)
         return cls(folder, int(data.object_storage_cache_gib * 2**30))
 
+    def make(self) -> None:
+        """Create the folder; that of another user is refused, who could put other tokens into it."""
+        with disk_errors(self.folder, fix=_CURE):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self.folder.stat().st_uid != os.getuid():
+                raise PermissionError(EPERM, "it belongs to another user")
+
     @contextmanager
     def locked(self, path: Path) -> Iterator[None]:
         """Hold the lock of a file of the cache; files may share one."""
@@ -95,24 +104,20 @@ class ChunkCache:
         with disk_errors(lock, fix=_CURE):
             lock.parent.mkdir(parents=True, exist_ok=True)
             file = lock.open("ab")
-        with file:
             flock(file, LOCK_EX)
+        with file:
             yield
 
     def add(self, path: Path, data: bytes) -> None:
         """Write a chunk, and remove old ones if they are too many."""
-        with disk_errors(path, needed=len(data), fix=_CURE):
-            with _renamed(path) as partial:
-                partial.write_bytes(data)
-            counter = os.open(self.folder / "used", os.O_RDWR | os.O_CREAT)
-            try:
-                flock(counter, LOCK_EX)
-                text = os.pread(counter, 20, 0)
-                used = int(text) + len(data) if text else self.max_bytes + 1
-                used = self._remove_oldest() if used > self.max_bytes else used
-                os.pwrite(counter, b"%020d" % used, 0)
-            finally:
-                os.close(counter)
+        with _renamed(path) as partial:
+            partial.write_bytes(data)
+        with open(os.open(self.folder / "used", os.O_RDWR | os.O_CREAT), "r+b", buffering=0) as counter:
+            flock(counter, LOCK_EX)
+            text = counter.read()
+            used = int(text) + len(data) if text else self.max_bytes + 1
+            used = self._remove_oldest() if used > self.max_bytes else used
+            os.pwrite(counter.fileno(), b"%020d" % used, 0)
 
     def _remove_oldest(self) -> int:
         """Remove chunks until some space is free, and what killed processes left; returns the bytes of the others."""
@@ -146,6 +151,7 @@ class RemoteFile:
 
     def __init__(self, path: Address, cache: ChunkCache) -> None:
         self.path, self.cache, self._dropped = path, cache, set[int]()
+        cache.make()
         info = _request(path, lambda files, name: files.info(name), what=f"{path} cannot be opened")
         self.size, version = int(info["size"]), sorted((key, str(value)) for key, value in info.items())
         self.folder = cache.folder / "objects" / blake2b(f"{path} {version}".encode(), digest_size=12).hexdigest()
@@ -195,14 +201,14 @@ class RemoteFile:
     def _chunk(self, number: int) -> bytes:
         path, start = self.folder / str(number), number * BLOCK_BYTES
         size = min(BLOCK_BYTES, self.size - start)
-        data = _content(path, size)
-        if data is None:
+        with disk_errors(path, needed=size, fix=_CURE):
+            if (data := _content(path, size)) is not None:
+                return data
             with self.cache.locked(path):
-                data = _content(path, size)  # another process has fetched it meanwhile
-                if data is None:
+                if (data := _content(path, size)) is None:  # no other process has fetched it meanwhile
                     data = self.fetch(start, start + size)
                     self.cache.add(path, data)
-        return data
+                return data
 
 
 CorpusFile = LocalFile | RemoteFile
@@ -254,6 +260,23 @@ def open_file(path: Path, cache: ChunkCache | None = None) -> CorpusFile | None:
             return require_file(path, cache)
         return None
     return LocalFile(path) if path.is_file() else None
+
+
+def local_folder(folder: Path) -> Path:
+    """A local folder with the same files: itself, or the copy of a small one in object storage."""
+    if not isinstance(folder, Address):
+        return folder
+    cache = ChunkCache.of(DataConfig())
+    pattern, what = folder / "*", f"{folder} cannot be listed"
+    names = _request(pattern, lambda files, name: files.glob(name), what=what)
+    objects = [RemoteFile(folder / name.rpartition("/")[2], cache) for name in sorted(names)]
+    versions = blake2b("".join(file.folder.name for file in objects).encode(), digest_size=12).hexdigest()
+    for file in objects:
+        copy = cache.folder / "folders" / versions / file.path.name
+        if not copy.exists():
+            with disk_errors(copy, fix=_CURE), _renamed(copy) as partial:
+                shutil.copyfile(file.local, partial)
+    return cache.folder / "folders" / versions
 
 
 def _content(path: Path, size: int) -> bytes | None:

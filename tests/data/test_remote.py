@@ -1,6 +1,7 @@
 """Token files in object storage: the same samples as from a disk, one request per chunk and host, a bounded cache."""
 
 import os
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.remote import ChunkCache, open_file
 from nanotrain.data.sampler import SamplerConfig
 from nanotrain.data.token_format import bin_path, mask_path, sums_path
+from nanotrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from nanotrain.errors import DataError, EnvironmentFault
 from nanotrain.paths import Address
 from tests.data.conftest import random_documents, write_documents
@@ -67,6 +69,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     for module in (checksums, remote):
         monkeypatch.setattr(module, "BLOCK_BYTES", CHUNK)
     monkeypatch.setattr(remote, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of the default cache
     store = Store(tmp_path, tmp_path / "cache")
     monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *args, **range: store.read(*args, **range))
     return store
@@ -216,4 +219,8 @@ def test_a_missing_object_and_the_tokenizer_beside_the_tokens(store: Store) -> N
         samples(replace(store.config(), train_data_path=[f"memory:/{store.name}.mask"]))
     assert tokenizer_of(store.config()) is None
     store.files.pipe_file(f"{store.name}.nanotrain.json", b'{"tokenizer": "web.tokenizer"}')
-    assert tokenizer_of(store.config()) == f"memory:/{store.name}.tokenizer"
+    ByteTokenizer().as_fast().save(store.local.with_name("tokenizer"))
+    for file in store.local.with_name("tokenizer").iterdir():
+        store.files.pipe_file(f"{store.name}.tokenizer/{file.name}", file.read_bytes())
+    for _ in range(2):
+        assert load_tokenizer(str(tokenizer_of(store.config()))).encode("hé") == ByteTokenizer().encode("hé")
