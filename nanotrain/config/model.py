@@ -29,6 +29,7 @@ GATED = ("swiglu", "quick_geglu", "geglu_tanh")
 
 
 LinearAttentionType = Literal["gated_delta_net", "kda", "short_conv"]
+DELTA_RULES = {"gated_delta_net", "kda"}  # of these types
 RouterScore = Literal["softmax", "sigmoid"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 

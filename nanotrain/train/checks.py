@@ -13,9 +13,11 @@ from pathlib import Path
 import torch
 
 from nanotrain.attention.backends import AttentionChoice, AttentionDevice
+from nanotrain.attention.delta_rule import has_fla
 from nanotrain.comm import device
 from nanotrain.comm.parallel_context import Launch
 from nanotrain.config.config import Config, Fp8Config
+from nanotrain.config.model import DELTA_RULES
 from nanotrain.config.rules.check import check_table
 from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
 from nanotrain.log import get_logger
@@ -89,6 +91,12 @@ def check_attention(start: Start) -> None:
         log.warning("%s", warning)
 
 
+def check_linear_attention(start: Start) -> None:
+    """GPUs have kernels of the gated delta rule; their absence is a warning."""
+    if start.device.type == "cuda" and DELTA_RULES & {*start.config.model.mixers} and not has_fla():
+        log.warning("the gated delta rule is computed by torch: pip install flash-linear-attention for its kernels")
+
+
 def check_prometheus(start: Start) -> None:
     """The package of the Prometheus client is installed, if the endpoint is wanted."""
     port = start.config.train.prometheus_port
@@ -154,6 +162,7 @@ CHECKS: tuple[tuple[Callable[[Start], None], ...], ...] = (
         check_device,
         lambda start: require_fp8(start.config.precision.fp8, device.compute_capability(start.device)),
         check_attention,
+        check_linear_attention,
         check_prometheus,
         check_settings,
         check_memory,

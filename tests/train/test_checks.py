@@ -8,7 +8,15 @@ from nanotrain.config.config import Fp8Config, Fp8Format
 from nanotrain.config.load import load
 from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.train import checks
-from nanotrain.train.checks import CHECKS, Start, check, check_prometheus, check_settings, require_fp8
+from nanotrain.train.checks import (
+    CHECKS,
+    Start,
+    check,
+    check_linear_attention,
+    check_prometheus,
+    check_settings,
+    require_fp8,
+)
 from tests.train.small_run import SIZES
 
 
@@ -39,6 +47,18 @@ def test_a_missing_package_is_named_before_the_run(monkeypatch):
     check_prometheus(start_of("--mock-data"))
     with pytest.raises(ConfigError, match=r"pip install 'nanotrain\[prometheus\]'"):
         check_prometheus(start)
+
+
+def test_a_gpu_without_kernels_of_the_gated_delta_rule_says_so_in_one_line(monkeypatch, caplog) -> None:
+    linear = ["--mock-data", "--linear-attention-type", "gated_delta_net"]
+    for kind, is_installed, flags, count in (
+        ("cuda", False, linear, 1), ("cuda", True, linear, 0), ("cpu", False, linear, 0), ("cuda", False, linear[:1], 0)
+    ):  # fmt: skip
+        monkeypatch.setattr(checks.device, "pick_device", lambda *_, kind=kind: torch.device(kind))
+        monkeypatch.setattr(checks, "has_fla", lambda is_installed=is_installed: is_installed)
+        caplog.clear()
+        check_linear_attention(start_of(*flags))
+        assert sum("flash-linear-attention" in record.message for record in caplog.records) == count
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from math import ceil, lcm
 from typing import Any
 
 from nanotrain.config.config import Config
-from nanotrain.config.model import ModelConfig
+from nanotrain.config.model import DELTA_RULES, ModelConfig
 from nanotrain.config.notation import count_mtp_layers, read_hybrid_pattern, read_named, read_pipeline_layout
 from nanotrain.config.parallel import DISCARDED_MODULES
 from nanotrain.config.schedules import length_schedule
@@ -47,9 +47,6 @@ class Values:
         if not self._has_model:
             raise Unreadable("model")
         return self.config.model
-
-
-DELTA_RULES = {"gated_delta_net", "kda"}
 
 
 def has_split(v: Values) -> bool:
