@@ -137,6 +137,21 @@ def test_a_ring_attends_to_sequences_of_varying_length(on_two_ranks) -> None:
         assert compiled.grad_norms == pytest.approx(eager.grad_norms, rel=1e-4)
 
 
+def test_linear_attention_is_computed_between_graphs() -> None:
+    sizes = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+    model = {"linear_attention_type": "gated_delta_net"} | sizes
+    eager, compiled, num_graphs, num_writes = train_compiled(one_rank(), SMALL.but(model=model), "aot_eager")
+    assert num_graphs > 1 and compiled.losses == pytest.approx(eager.losses, rel=1e-5)
+    assert compiled.grad_norms == pytest.approx(eager.grad_norms, rel=1e-4)
+    # query, key, value, gate, step, beta, output, and gate, up, down of the MLP
+    assert num_writes == 2 * 2 * 10 * linear.CAN_TRACE
+
+
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "gpt2"])
 def test_a_dense_block_is_one_graph(name: str) -> None:
     stage, batch = build(MODELS[name]), BatchContext(random_batch(length=16))

@@ -37,7 +37,16 @@ RULES: dict[str, dict[str, Any]] = {
         "end_weight_decay": 0.5,
     },
 }
-MODELS = {"llama": {}, "experts": EXPERTS, "biased": BIASED}
+KDA = {  # narrow projections, convolutions and low rank beside square matrices
+    "num_layers": 2,
+    "linear_attention_type": "kda",
+    "linear_attention_freq": "2",
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+MODELS = {"llama": {}, "experts": EXPERTS, "biased": BIASED, "kda": KDA}
 ROWS = [
     ("sgd", "llama", 4, {"tp": 2, "strategy": "optim_grads"}, SP),
     ("sgd", "experts", 4, {"pp": 2, "ep": 2, "strategy": "optim_grads_params"}, {}),
@@ -49,6 +58,7 @@ ROWS = [
     ("muon", "experts", 4, {"ep": 2, "instances": 2, "strategy": "optim"}, {"outer_dp_sharding_strategy": "optim"}),
     ("muon", "llama", 4, {"instances": 2, "strategy": "optim_grads"}, {"outer_dp_sharding_strategy": "optim"}),
     ("muon", "experts", 4, {"tp": 2, "etp": 2, "strategy": "optim_grads_params"}, {}),
+    ("muon", "kda", 2, {"tp": 2, "strategy": "optim"}, SP),
     ("muon", "biased", 8, {"tp": 2, "etp": 1, "ep": 2, "instances": 2, "strategy": "optim_grads_params"}, SP),
 ]
 
