@@ -83,18 +83,18 @@ def delta_rule(
     """
     if fla_takes(inputs):
         return fla_delta_rule(inputs, initial_state)
-    out, state = _recomputed(_delta_rule, inputs, initial_state, chunk_size=chunk_size)
+    out, state = recomputed(_delta_rule, inputs, initial_state, chunk_size=chunk_size)
     return out, state
 
 
 @eager
 def span_map(inputs: DeltaInputs, *, chunk_size: int = CHUNK_SIZE) -> tuple[Tensor, Tensor]:
     """The state after a span as `transition @ state + offset` of the state before it: [B, N, K, K], [B, N, K, V]."""
-    transition, offset = _recomputed(_span_map, inputs, chunk_size=chunk_size)
+    transition, offset = recomputed(_span_map, inputs, chunk_size=chunk_size)
     return transition, offset
 
 
-def _recomputed(function: Callable[..., Any], inputs: DeltaInputs, *more: Tensor | None, chunk_size: int) -> Any:
+def recomputed(function: Callable[..., Any], inputs: DeltaInputs, *more: Tensor | None, chunk_size: int) -> Any:
     """Call a function that keeps its tensors alone; they are positional, so that saved-tensor hooks see them."""
     tensors = [getattr(inputs, field.name) for field in fields(inputs)]
     size, count = min(chunk_size, 1 << (inputs.key.shape[1] - 1).bit_length()), len(tensors)

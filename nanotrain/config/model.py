@@ -28,7 +28,7 @@ Activation = Literal["gelu", "gelu_tanh", "swiglu", "squared_relu", "quick_geglu
 GATED = ("swiglu", "quick_geglu", "geglu_tanh")
 
 
-LinearAttentionType = Literal["gated_delta_net", "kda", "short_conv"]
+LinearAttentionType = Literal["gated_delta_net", "kda", "mamba2", "short_conv"]
 DELTA_RULES = {"gated_delta_net", "kda"}  # of these types
 RouterScore = Literal["softmax", "sigmoid"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
@@ -54,6 +54,18 @@ class LinearAttentionConfig:
     value_head_dim: int = option(128, "linear attention: channels of a value head", check=at_least(1))
     num_key_heads: int = option(16, "linear attention: query and key heads", check=at_least(1))
     num_value_heads: int = option(32, "linear attention: value heads", check=at_least(1))
+
+
+@dataclass(frozen=True)
+class MambaConfig:
+    """Mamba-2 (Dao and Gu 2024); used in layers of that kind."""
+
+    state_dim: int = option(128, "Mamba-2: channels of a key or query, and rows of a state", check=at_least(1))
+    head_dim: int = option(64, "Mamba-2: channels of a value head", check=at_least(1))
+    num_groups: int = option(8, "Mamba-2: groups of heads with one key and query", check=at_least(1))
+    num_heads: int | None = option(None, "Mamba-2: value heads; unset: 2 * hidden_size / mamba_head_dim", check=at_least(1))
+    conv_kernel_dim: int = option(4, "Mamba-2: tokens that a short convolution sees, its own included", check=at_least(2))
+    time_step_min: float = option(0.0, "Mamba-2: lower bound of the steps of tokens", check=at_least(0))
 
 
 @dataclass(frozen=True)
@@ -167,12 +179,13 @@ class ModelConfig:
     final_logit_softcapping: float | None = option(None, "soft-cap logits by c * tanh(logits / c); unset: none", check=above(0))
     multi_latent_attention: bool = option(False, "multi-latent attention: low-rank compression of keys and values (DeepSeek)")
     attention_output_gate: bool = option(False, "multiply the output of attention by the sigmoid of a learned projection of the token (Qwen3-Next)")
-    hybrid_layer_pattern: str | None = option(None, "one letter per layer, which is then attention or an MLP alone: * attention, + multi-latent attention, G linear_attention_type, - MLP, E experts; | begins a pipeline stage; unset: layers have both")
-    linear_attention_type: LinearAttentionType | None = option(None, "layers in place of attention: gated_delta_net (Qwen3-Next), kda (Kimi Linear) or short_conv (LFM2); unset: none")
+    hybrid_layer_pattern: str | None = option(None, "one letter per layer, which is then attention or an MLP alone: * attention, + multi-latent attention, M Mamba-2, G linear_attention_type, - MLP, E experts; | begins a pipeline stage; unset: layers have both")
+    linear_attention_type: LinearAttentionType | None = option(None, "layers in place of attention: gated_delta_net (Qwen3-Next), kda (Kimi Linear), mamba2 (Granite 4) or short_conv (LFM2); unset: none")
     linear_attention_freq: str = option("0", "layers with softmax attention beside linear_attention_type: N for every Nth layer, 0 for none, or a pattern such as [1]*3+[0] with 0 for each of them")
     init_method_std: float = option(0.02, "standard deviation of the initial weights; output projections get std / sqrt(2 * num_layers)", check=above(0))
     yarn: YarnConfig | None = section(YarnConfig, switch="position_embedding_type", value="yarn")
     linear_attention: LinearAttentionConfig | None = section(LinearAttentionConfig, prefix="linear_", switch="linear_attention_type")
+    mamba: MambaConfig = section(MambaConfig, prefix="mamba_")
     mla: MLAConfig | None = section(MLAConfig, switch="multi_latent_attention")
     moe: MoEConfig | None = section(MoEConfig, prefix="moe_", switch="num_experts")
     mtp: MTPConfig = section(MTPConfig, prefix="mtp_")
@@ -291,12 +304,17 @@ class ModelConfig:
         """
         softmax = "attention" if self.mla is None else "mla"
         if self.hybrid_layer_pattern is not None:
-            kinds = {"*": softmax, "+": softmax, "G": self.linear_attention_type}
+            kinds = {"*": softmax, "+": softmax, "G": self.linear_attention_type, "M": "mamba2"}
             return tuple(kinds.get(letter) for letter in read_hybrid_pattern(self.hybrid_layer_pattern))
         if self.linear_attention_type is None:
             return (softmax,) * self.num_layers
         layers = read_linear_pattern(self.linear_attention_freq, self.num_layers)
         return tuple(self.linear_attention_type if is_linear else softmax for is_linear in layers)
+
+    @property
+    def mamba_heads(self) -> int:
+        """Heads of a layer of Mamba-2."""
+        return self.mamba.num_heads or 2 * self.hidden_size // self.mamba.head_dim
 
     @property
     def mlps(self) -> tuple[str | None, ...]:

@@ -79,7 +79,7 @@ def read_linear_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
     return _all_but_every_nth(text, num_layers, field="linear_attention_freq", values=values, fix=fix)
 
 
-HYBRID_LETTERS = "*+G-E"
+HYBRID_LETTERS = "*+MG-E"
 
 
 def read_hybrid_pattern(text: str) -> str:

@@ -27,7 +27,7 @@ from nanotrain.config.model import ModelConfig
 from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext, ModelParallel, TokenCache
 from nanotrain.model.norm import RMSNorm
 from nanotrain.model.parameters import Parameters
-from nanotrain.model.recurrence import CachedScan, ShortConvolution
+from nanotrain.model.recurrence import CachedScan, ShortConvolution, project_inputs
 from nanotrain.parallel.cp.linear_attention import delta_rule_over
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
 from nanotrain.spec.shape import ModelShape
@@ -72,7 +72,7 @@ class GatedDeltaNet(nn.Module):
 
     def project(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Query, key, value, gate, step and beta, [B, S, ...]."""
-        return _project(hidden, (self.query, self.key, self.value, self.gate), narrow=(self.step, self.beta))
+        return project_inputs(hidden, (self.query, self.key, self.value, self.gate), narrow=(self.step, self.beta))
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
@@ -110,16 +110,6 @@ class KimiDeltaAttention(GatedDeltaNet):
 
     def project(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Query, key, value, gate, step and beta, [B, S, ...]."""
-        query, key, value, beta = _project(hidden, (self.query, self.key, self.value), narrow=(self.beta,))
+        query, key, value, beta = project_inputs(hidden, (self.query, self.key, self.value), narrow=(self.beta,))
         gate, step = column_parallel(hidden, (self.gate_down, self.step_down))
         return query, key, value, self.gate_up(gate), self.step_up(step), beta
-
-
-Layers = tuple[ColumnParallelLinear, ...]
-
-
-def _project(hidden: Tensor, wide: Layers, *, narrow: Layers) -> tuple[Tensor, ...]:
-    """Projections of one input; where the wide ones are in fp8, the narrow ones have products of their own."""
-    if wide[0].fp8 is None:
-        return column_parallel(hidden, wide + narrow)
-    return column_parallel(hidden, wide) + column_parallel(hidden, narrow)

@@ -19,6 +19,7 @@ from nanotrain.comm.group import Group
 from nanotrain.model.context import LayerContext, TokenCache
 from nanotrain.model.parameters import Parameters
 from nanotrain.parallel.cp.chunks import chunk_rows, chunk_segments, join_rows, previous_tails
+from nanotrain.parallel.tp.layers import ColumnParallelLinear, column_parallel
 
 Window = tuple[Tensor, Tensor | None]  # tokens after those before them, and their segment ids
 
@@ -67,6 +68,15 @@ class _CachedTokens:
         window = torch.cat((before, x), dim=1)
         self._before = window[:, -self._count :]
         return window, self._cache.segment_ids(x.device, before=self._count)
+
+
+def project_inputs(
+    hidden: Tensor, wide: tuple[ColumnParallelLinear, ...], *, narrow: tuple[ColumnParallelLinear, ...]
+) -> tuple[Tensor, ...]:
+    """Projections of one input; where the wide ones are in fp8, the narrow ones have products of their own."""
+    if wide[0].fp8 is None:
+        return column_parallel(hidden, wide + narrow)
+    return column_parallel(hidden, wide) + column_parallel(hidden, narrow)
 
 
 class CachedScan:

@@ -9,9 +9,8 @@
     tokens -> [embedding] -> layers.{first}..{last-1} -> [final_norm -> head] -> loss
               first stage                                 last stage
 
-Other files: attention.py, multi-head latent attention (mla.py) and what else is in MIXER_MODULES, norm.py, rope.py,
-mixture of experts (moe.py) and multi-token prediction (mtp.py). Parameters are declared in spec/parameters.py and
-created on the meta device; modules only use them. Their names are global on every stage.
+Other files: those of MIXER_MODULES, norm.py, rope.py, mixture of experts (moe.py) and multi-token prediction (mtp.py).
+Parameters are declared in spec/parameters.py and created on the meta device. Their names are global on every stage.
 
     B batch   S sequence   H hidden   F inner width of the MLP   V vocabulary   Vp vocabulary with padding
     N query heads   G key/value heads (N is a multiple of G)   D width of a head
@@ -33,6 +32,7 @@ from nanotrain.model.activations import ACTIVATIONS, Glu
 from nanotrain.model.attention import Attention
 from nanotrain.model.context import BatchContext, DropoutPlace, HiddenDropout, LayerContext, ModelParallel
 from nanotrain.model.delta_net import GatedDeltaNet, KimiDeltaAttention
+from nanotrain.model.mamba import Mamba2
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.mtp import MTPLayer
@@ -379,14 +379,14 @@ MIXER_MODULES: dict[str, type[nn.Module]] = {
     "mla": MultiLatentAttention,
     "gated_delta_net": GatedDeltaNet,
     "kda": KimiDeltaAttention,
+    "mamba2": Mamba2,
     "short_conv": ShortConv,
 }
 
 
 def build_mixer(model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int) -> nn.Module:
     """The attention of a layer, or what is in its place."""
-    kind, _ = ModelShape.of(model_config).kinds(layer)
-    assert kind is not None, "the parameters of a layer without attention have none"
+    kind = ModelShape.of(model_config).kinds(layer)[0] or ""
     return MIXER_MODULES[kind](model_config, params, parallel=parallel, layer=layer)
 
 

@@ -29,7 +29,7 @@ from nanotrain.config.config import (
     PrecisionConfig,
     TrainConfig,
 )
-from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig
+from nanotrain.config.model import DELTA_RULES, MLAConfig, ModelConfig, MoEConfig
 from nanotrain.config.notation import read_pipeline_layout, write_pipeline_layout
 from nanotrain.config.parallel import MemoryConfig, ParallelConfig
 from nanotrain.config.schema import KEYS, flat_values
@@ -193,6 +193,7 @@ def shrink_model(config: Config, seq_length: int, *, num_layers: int) -> ModelCo
         make_vocab_size_divisible_by=multiple if multiple <= 128 and multiple % tp == 0 else lcm(16, tp),
         **sizes,
     )
+    small = replace(small, **shrink_scans(model_config, parallel))
     moe = model_config.moe
     if moe is None or moe.ffn_hidden_size is None or not all(model_config.moe_layers):  # else no layer is dense
         ranks = lcm(tp, parallel.expert_tensor_parallel_size or 1)
@@ -257,6 +258,23 @@ def shrink_attention(model_config: ModelConfig, parallel: ParallelConfig) -> dic
         "num_query_groups": None if model_config.num_query_groups is None else groups,
         "kv_channels": None if model_config.kv_channels is None else width,
     }
+
+
+def shrink_scans(model_config: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
+    """Shrink heads and widths of linear attention; heads of values per head of keys stay."""
+    tp, linear, mamba = parallel.tensor_model_parallel_size, model_config.linear_attention, model_config.mamba
+    unit = tp * parallel.context_parallel_size if parallel.cp_comm_type == "a2a" else tp
+    sizes: dict[str, Any] = {}
+    if "mamba2" in model_config.mixers:
+        groups = _first(tp, least=2 * tp, most=mamba.num_groups)
+        heads = groups * max(1, lcm(unit, groups) // groups)
+        sizes["mamba"] = replace(mamba, state_dim=8, head_dim=8, num_groups=groups, num_heads=heads)
+    if linear is not None and DELTA_RULES & {*model_config.mixers}:
+        ratio = linear.num_value_heads // linear.num_key_heads
+        keys = _first(unit, least=2 * unit, most=linear.num_key_heads)
+        small = replace(linear, num_key_heads=keys, num_value_heads=keys * ratio)
+        sizes["linear_attention"] = replace(small, key_head_dim=8, value_head_dim=8)
+    return sizes
 
 
 def shrink_experts(moe: MoEConfig, parallel: ParallelConfig, *, ffn_size: int) -> MoEConfig:

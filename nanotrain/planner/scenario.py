@@ -138,7 +138,9 @@ class RankSizes:
         self.scenario, self.config, self.shape, self.engine = scenario, scenario.config, scenario.shape, scenario.engine
         self.tp, self.cp, self.ep, self.etp = (scenario.sizes[axis] for axis in ("tp", "cp", "ep", "etp"))
         self.itemsize = Precision.of(self.config.precision).params.itemsize  # of activations
-        self.tokens = self.config.train.micro_batch_size * self.config.data.seq_length // self.cp
+        self.batch_size = self.config.train.micro_batch_size
+        self.cp_comm_type = self.config.parallel.cp_comm_type if self.cp > 1 else None
+        self.tokens = self.batch_size * self.config.data.seq_length // self.cp
         self.sequence_parallel = self.config.parallel.sequence_parallel and self.tp > 1
         self.outside = self.tokens // (self.tp if self.sequence_parallel else 1)  # outside of tensor-parallel layers
         self.width = self.shape.hidden_size * self.itemsize  # bytes of a token's hidden state

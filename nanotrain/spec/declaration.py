@@ -75,6 +75,10 @@ class Declaration:
         """A linear layer that every tp rank holds and applies outside the tensor-parallel region."""
         return summed([self.linear_weight(outputs, inputs)], self.sequence_axes)
 
+    def narrow_linear(self, outputs: int) -> Specs:
+        """A projection to one number per head, too few for fp8."""
+        return (replace(self.weight(outputs, self.shape.hidden_size), shards=(Shard(0, "tp"),)),)
+
     def convolution(self, channels: int, kernel: int, *, bias: bool = False) -> Specs:
         """A short convolution of every channel by itself, [channels, kernel], sharded along the channels."""
         init = Uniform(-(kernel**-0.5), kernel**-0.5)
@@ -146,7 +150,13 @@ class ContextRank:
     comm_type: str = "p2p"  # `--cp-comm-type`
 
     def scan_bytes(
-        self, keys: tuple[int, int], values: tuple[int, int], *, transition: int, num_decays: int = 1
+        self,
+        keys: tuple[int, int],
+        values: tuple[int, int],
+        *,
+        transition: int,
+        num_decays: int = 1,
+        output_itemsize: int | None = None,
     ) -> dict[str, tuple[int, int]]:
         """Bytes sent for a scan, forward and backward, by operation (parallel/cp/linear_attention.py).
 
@@ -155,11 +165,13 @@ class ContextRank:
             values: the same of values.
             transition: elements of the map of a state per head: 1, or the squared channels of a key.
             num_decays: decays of a token per head.
+            output_itemsize: bytes per element of the output; None for those of the inputs.
         """
         key_heads, value_heads = keys[0] // self.tp, values[0] // self.tp
         if self.comm_type == "a2a":
             of_keys, of_values = 2 * lcm(key_heads, self.size) * keys[1], value_heads * values[1]
-            of_token = (of_keys + 2 * of_values) * self.itemsize + (num_decays + 1) * value_heads * FP32
+            of_token = (of_keys + of_values) * self.itemsize + (num_decays + 1) * value_heads * FP32
+            of_token += of_values * (output_itemsize or self.itemsize)
             return {"all_to_all": (self.num_positions * of_token * (self.size - 1) // self.size,) * 2}
         elements = 2 * self.num_sequences * value_heads * (transition + keys[1] * values[1])
         num_bytes = (self.size - 1) * elements * FP32

@@ -6,7 +6,7 @@ Parameters, FLOPs, modules and Hugging Face files read these sizes; none of them
 from dataclasses import dataclass, fields
 from typing import Self
 
-from nanotrain.config.model import LinearAttentionConfig, MLAConfig, ModelConfig, MoEConfig
+from nanotrain.config.model import LinearAttentionConfig, MambaConfig, MLAConfig, ModelConfig, MoEConfig
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class ModelShape:
     has_output_gate: bool = False  # attention multiplies its output by a sigmoid
     mla: MLAConfig | None = None  # sizes of multi-head latent attention (DeepSeek-V2)
     linear_attention: LinearAttentionConfig | None = None  # sizes of layers with linear_attention_type
+    mamba: MambaConfig = MambaConfig()  # sizes of layers of Mamba-2
+    mamba_heads: int = 0  # their heads
     moe: MoEConfig | None = None  # sizes of the mixture-of-experts layers
     moe_layers: tuple[bool, ...] = ()  # whether each layer has experts
     moe_ffn_size: int = 0  # inner width of an expert

@@ -106,10 +106,10 @@ def test_muon_with_a_sharded_state_has_no_name_of_its_own():
 
 
 def test_a_flag_of_a_pattern_takes_its_values_and_leaves_the_next_flag():
-    line = parse(["--mamba-head-dim", "64", "--rl-profile", "--lr", "1e-3", "--no-tp-comm-split-ag", "--bf16"])
+    line = parse(["--gdp-head-dim", "64", "--rl-profile", "--lr", "1e-3", "--no-tp-comm-split-ag", "--bf16"])
     assert not line.errors.errors
     assert [argument.text for argument in line.megatron] == [
-        "--mamba-head-dim 64",
+        "--gdp-head-dim 64",
         "--rl-profile",
         "--no-tp-comm-split-ag",
     ]

@@ -38,6 +38,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_output_gate": True,
         "hidden_dropout": 0.1,
     },
+    "Mamba-2": EXPERTS
+    | {
+        "num_layers": 6,
+        "hybrid_layer_pattern": "M-M*ME",
+        "mamba_state_dim": 6,
+        "mamba_head_dim": 8,
+        "mamba_num_heads": 8,
+        "mamba_num_groups": 4,
+        "hidden_dropout": 0.1,
+    },
     "half layers, kda": EXPERTS
     | {
         "num_layers": 6,

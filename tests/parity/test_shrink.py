@@ -68,6 +68,23 @@ def test_every_recipe_shrinks_for_its_own_layout(name: str) -> None:
     assert_valid_and_alike(recipe(name), lcm(8, tp * parallel.context_parallel_size * pp, experts * pp))
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--hybrid-layer-pattern MEM*EM-ME --num-layers 9 --num-experts 16 --mamba-num-heads 64",
+        "--linear-attention-type gated_delta_net --linear-attention-freq 4 --num-layers 8 --num-attention-heads 8",
+    ],
+)
+def test_models_of_several_kinds_of_layers_shrink(flags: str) -> None:
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2"
+    for way in ("p2p", "a2a"):
+        words = f"{layout} --cp-comm-type {way} --hidden-size 1024 --num-attention-heads 8 --mock-data"
+        config = load([*words.split(), *flags.split(), "--vocab-size", "512"]).config
+        assert_valid_and_alike(config, 16)
+        small = shrink(config, 16, num_steps=3).model
+        assert {*small.mixers, *small.mlps} == {*config.model.mixers, *config.model.mlps}
+
+
 def layouts(draw: st.DrawFn, config: Config) -> Config:
     """The recipe with another layout, which may be invalid."""
     tp, pp, cp, ep = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 3, 4, 8), (1, 2, 4), (1, 2, 4), (1, 2, 4, 8)))

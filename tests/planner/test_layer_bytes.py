@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 
 from nanotrain.planner.layer_bytes import LayerBytes, Op
+from nanotrain.planner.memory import estimate_memory
+from nanotrain.planner.operators import Layers
+from nanotrain.spec.counts import layer_weights
 from nanotrain.spec.stages import StageSpec
 from tests.planner.scenarios import llama
 
@@ -99,3 +102,17 @@ def test_a_fused_loss_keeps_low_precision_logits() -> None:
     logits = S * B * 128256
     assert LayerBytes(scenario).head()[-1] == Op(logits * 4, logits * 2)
     assert LayerBytes(replace(scenario, features=frozenset({"fused loss"}))).head()[-1] == Op(logits * 2, 0)
+
+
+@pytest.mark.parametrize("kind", ["gated_delta_net", "kda", "mamba2", "short_conv"])
+def test_layers_of_other_kinds_are_estimated_for_every_engine(kind: str) -> None:
+    of_kind = {"linear_attention_type": kind, "linear_attention_freq": "2"}
+    of_kind |= {"linear_num_key_heads": 32} if kind == "kda" else {}
+    for engine in ("megatron", "nanotrain"):
+        one, four = (llama(8, engine=engine, tp=tp, cp=2, **of_kind) for tp in (1, 4))
+        bytes_of = [sum(op.saved for op in LayerBytes(each).block(0)) for each in (one, four)]
+        assert bytes_of[0] / 8 < bytes_of[1] < bytes_of[0] / 3
+        flops = [sum(part.flops for part in Layers(each).block(0)) for each in (one, four)]
+        assert flops[0] == pytest.approx(4 * flops[1], rel=0.15)
+        assert flops[0] == pytest.approx(2 * layer_weights(one.shape)[0] * 2048, rel=0.4)  # of the tokens of a rank
+        assert estimate_memory(one).activations > 0

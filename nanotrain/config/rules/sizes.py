@@ -207,7 +207,10 @@ SIZES: dict[str, Callable[[Values], Any]] = {
     "delta_key_heads": lambda v: v.linear_num_key_heads if DELTA_RULES & {*v.mixers} else None,
     "delta_value_heads": lambda v: v.linear_num_value_heads if DELTA_RULES & {*v.mixers} else None,
     # the tokens that a chunk gets from the one before
-    "halo_tokens": lambda v: v.linear_conv_kernel_dim - 1 if v.has_linear_layers else 0,
+    "halo_tokens": lambda v: (
+        max(v.has_mamba * v.mamba_conv_kernel_dim, v.has_linear_layers * v.linear_conv_kernel_dim, 1) - 1
+    ),
+    "has_mamba": lambda v: "mamba2" in v.mixers,
     "chunk_tokens": lambda v: v.seq_length // (2 * v.cp),
     "recomputed_modules": lambda v: v.recompute_granularity and v.config.memory.recomputed_modules or (),
     "discarded_modules": lambda v: [name for name in v.recomputed_modules if name in DISCARDED_MODULES],

@@ -7,7 +7,7 @@ docs/layer_kinds.md describes how to add one.
 """
 
 from nanotrain.spec.declaration import LayerKind
-from nanotrain.spec.kinds import attention, delta_net, mlp, short_conv
+from nanotrain.spec.kinds import attention, delta_net, mamba, mlp, short_conv
 
 MIXERS: dict[str, LayerKind] = {
     "attention": LayerKind(
@@ -24,6 +24,7 @@ MIXERS: dict[str, LayerKind] = {
         delta_net.gated_delta_net, delta_net.saved_bytes, delta_net.sequence_flops, cp_bytes=delta_net.cp_bytes
     ),
     "kda": LayerKind(delta_net.kda, delta_net.saved_bytes, delta_net.sequence_flops, cp_bytes=delta_net.cp_bytes),
+    "mamba2": LayerKind(mamba.declare, mamba.saved_bytes, mamba.sequence_flops, cp_bytes=mamba.cp_bytes),
     "short_conv": LayerKind(short_conv.declare, short_conv.saved_bytes, cp_bytes=short_conv.cp_bytes),
 }
 MLPS: dict[str, LayerKind] = {

@@ -16,7 +16,8 @@ STEPS = Uniform(math.log(1e-3), math.log(0.1), "inverse_softplus_of_exp")
 
 def gated_delta_net(declare: Declaration) -> Specs:
     """A gate, a step of the decay and a step of the correction per token, all projected directly."""
-    num_heads, narrow = _sizes(declare.shape).num_value_heads, _narrow(declare)
+    num_heads = _sizes(declare.shape).num_value_heads
+    narrow = declare.narrow_linear(num_heads)
     gates = nest("gate", declare.column_linear(_widths(declare.shape)[1], declare.shape.hidden_size))
     return _declare(declare, gates + nest("step", narrow) + nest("beta", narrow), num_steps=num_heads)
 
@@ -24,7 +25,7 @@ def gated_delta_net(declare: Declaration) -> Specs:
 def kda(declare: Declaration) -> Specs:
     """Gate and steps per channel, by projections of low rank; their first halves are on every tp rank."""
     (keys, values), hidden, sizes = _widths(declare.shape), declare.shape.hidden_size, _sizes(declare.shape)
-    gates = nest("beta", _narrow(declare))
+    gates = nest("beta", declare.narrow_linear(sizes.num_value_heads))
     for name, width, rank in (("gate", values, sizes.value_head_dim), ("step", keys, sizes.key_head_dim)):
         gates += nest(f"{name}_down", declare.replicated_linear(rank, hidden))
         gates += nest(f"{name}_up", declare.column_linear(width, rank))
@@ -46,12 +47,6 @@ def _declare(declare: Declaration, gates: Specs, *, num_steps: int) -> Specs:
     # one weight for all heads, which tp shards
     specs += gates + nest("norm", grouped("norms", summed([norm], ("tp",))))
     return specs + nest("output", declare.row_linear(hidden, values))
-
-
-def _narrow(declare: Declaration) -> Specs:
-    """A projection to one number per value head, too few for fp8."""
-    weight = declare.weight(_sizes(declare.shape).num_value_heads, declare.shape.hidden_size)
-    return (replace(weight, shards=(Shard(0, "tp"),)),)
 
 
 def _sizes(shape: ModelShape) -> LinearAttentionConfig:

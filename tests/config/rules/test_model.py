@@ -27,6 +27,7 @@ GROUPS = {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk":
         LINEAR | {"linear_attention_freq": "2"},
         HYBRID,
         LATENT | {"position_embedding_type": "none"},  # Kimi Linear
+        HYBRID | {"hybrid_layer_pattern": "M-*-"},
         HYBRID | LINEAR | EXPERTS | {"hybrid_layer_pattern": "G-*E"},
     ],
 )
@@ -46,6 +47,10 @@ def test_what_fits_together_breaks_no_rule(keys):
         (DELTA | {"linear_num_key_heads": 5}, "32 value heads cannot share 5 key heads"),
         (DELTA | {"linear_attention_type": "kda"}, "32 value heads beside 16 key heads"),
         (HYBRID | {"num_layers": 5}, "hybrid_layer_pattern has 4 of 5 layers"),
+        (
+            HYBRID | {"hybrid_layer_pattern": "M-*-", "mamba_num_heads": 6, "mamba_num_groups": 4},
+            "6 heads of Mamba-2 cannot form 4 groups",
+        ),
         (HYBRID | {"hybrid_layer_pattern": "*Z*-"}, "Z is no kind of layer; the letters are"),
         (HYBRID | {"hybrid_layer_pattern": "*-*-/*-"}, "leave / and what follows out"),
         (HYBRID | {"hybrid_layer_pattern": "*-*E"}, "hybrid_layer_pattern has E and num_experts is unset"),

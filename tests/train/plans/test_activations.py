@@ -43,6 +43,7 @@ MODELS = {
     "short convolution": "--linear-attention-type short_conv",
     "gated delta net": f"--linear-num-key-heads 2 {DELTA} gated_delta_net",
     "kda": f"--linear-num-key-heads 4 {DELTA} kda",
+    "Mamba-2": "--linear-attention-type mamba2 --mamba-num-groups 2 --mamba-head-dim 16 --mamba-state-dim 16",
     "half layers": f"--linear-attention-type short_conv --num-layers 3 --hybrid-layer-pattern -*G {LLAMA}",
 }
 LAYOUTS = {
@@ -69,6 +70,7 @@ RECOMPUTED = [
     ("mla", "--bf16", f"{SELECTIVE} mla_up_proj"),
     ("mla", "", f"{SELECTIVE} mla_up_proj core_attn layernorm mlp"),
     ("shared", "", f"{SELECTIVE} moe layernorm"),
+    ("Mamba-2", "--bf16", f"{SELECTIVE} layernorm mlp"),
 ]
 
 
