@@ -58,24 +58,29 @@ class _ReadAhead:
     def __init__(
         self, dataset: SampleDataset, *, sampler: SamplerConfig, consumed_samples: int, skipped_samples: int
     ) -> None:
-        self.dataset, self.skipped_samples = dataset, skipped_samples
-        self._distance = _STEPS_AHEAD * sampler.global_batch_size
-        self._coming = (index for batch in all_microbatches(sampler, consumed_samples) for index in batch if index >= 0)
-        self._next, self._queue = next(self._coming), SimpleQueue[int]()
+        batches = all_microbatches(sampler, consumed_samples)
+        self._coming = (index + skipped_samples for batch in batches for index in batch if index >= 0)
+        self._next, self._distance = next(self._coming), _STEPS_AHEAD * sampler.global_batch_size
+        self._queue = SimpleQueue[int | None]()
         for _ in range(_THREADS_AHEAD):
-            Thread(target=self._read, daemon=True).start()
+            Thread(target=_read_all, args=(dataset, self._queue), daemon=True).start()
 
-    def advance(self, index: int) -> None:
-        """Read the samples from sample `index`, which is needed now, to those some steps later."""
-        while self._next <= index + self._distance:
-            if self._next > index:
+    def advance(self, position: int) -> None:
+        """Read the samples from `position` of the dataset, which is needed now, to those some steps later."""
+        while self._next <= position + self._distance:
+            if self._next > position:
                 self._queue.put(self._next)
             self._next = next(self._coming)
 
-    def _read(self) -> None:
-        while True:
-            with suppress(NanotrainError):
-                self.dataset[self._queue.get() + self.skipped_samples]
+    def __del__(self) -> None:
+        for _ in range(_THREADS_AHEAD):
+            self._queue.put(None)
+
+
+def _read_all(dataset: SampleDataset, queue: "SimpleQueue[int | None]") -> None:
+    while (position := queue.get()) is not None:
+        with suppress(NanotrainError):
+            dataset[position]
 
 
 class _BatchReader(Dataset[Any]):
@@ -99,7 +104,7 @@ class _BatchReader(Dataset[Any]):
         samples = [max(index, ~index) for index in indices]  # padding is a negative index
         positions = [sample + self.skipped_samples for sample in samples]
         if self._ahead is not None:
-            self._ahead.advance(max(samples))
+            self._ahead.advance(max(positions))
         try:
             batch = collate([self._sample(*each) for each in zip(positions, indices, strict=True)])
             sources = None

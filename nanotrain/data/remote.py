@@ -109,19 +109,19 @@ class ChunkCache:
             yield
 
     def add(self, path: Path, data: bytes) -> None:
-        """Write a chunk, and remove old ones if they are too many."""
-        with _renamed(path) as partial:
-            partial.write_bytes(data)
+        """Count a chunk, remove old ones if they are too many, and write it: a killed process has counted too much."""
         with open(os.open(self.folder / "used", os.O_RDWR | os.O_CREAT), "r+b", buffering=0) as counter:
             flock(counter, LOCK_EX)
             text = counter.read()
-            used = int(text) + len(data) if text else self.max_bytes + 1
-            used = self._remove_oldest() if used > self.max_bytes else used
+            used = len(data) + (int(text) if text else self.max_bytes)
+            used = len(data) + self._remove_oldest() if used > self.max_bytes else used
             os.pwrite(counter.fileno(), b"%020d" % used, 0)
+        with _renamed(path) as partial:
+            partial.write_bytes(data)
 
     def _remove_oldest(self) -> int:
         """Remove chunks until some space is free, and what killed processes left; returns the bytes of the others."""
-        chunks = []
+        chunks, most = [], _KEPT * self.max_bytes
         for entry in (entry for folder in os.scandir(self.folder / "objects") for entry in os.scandir(folder)):
             with suppress(FileNotFoundError):
                 status = entry.stat()
@@ -130,8 +130,8 @@ class ChunkCache:
                 elif entry.name != "whole" and status.st_mtime < time.time() - _STALE_S:
                     os.unlink(entry.path)
         total = sum(size for _, size, _ in chunks)
-        for _, size, path in sorted(chunks) if total > self.max_bytes else ():
-            if total <= _KEPT * self.max_bytes:
+        for _, size, path in sorted(chunks):
+            if total <= most:
                 break
             Path(path).unlink(missing_ok=True)
             total -= size

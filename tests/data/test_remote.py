@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -135,9 +136,34 @@ def test_what_a_killed_process_or_a_power_failure_leaves_is_never_read(store: St
         path.write_bytes(b"half")
     os.utime(left, (time.time() - 4000,) * 2)
     assert samples(store.config()) == samples(store.config(is_remote=False))
-    torn.unlink()
+    for path in chunks(store):
+        path.unlink()
     store.corpus(max_bytes=CHUNK).read(0, sum(LENGTHS))
     assert not left.exists() and young.exists(), "another process may be writing the young one"
+
+
+@pytest.mark.parametrize("place", ["write_bytes", "rename", "pwrite"])
+def test_a_process_killed_while_it_writes_a_chunk_costs_this_chunk(
+    store: Store, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, calls = samples(store.config(is_remote=False)), Counter[str]()
+    module = os if place == "pwrite" else Path
+    do = getattr(module, place)
+
+    def killed(*args: object) -> object:
+        calls[place] += 1
+        if calls[place] % 3 == 0:
+            raise KeyboardInterrupt
+        return do(*args)
+
+    monkeypatch.setattr(module, place, killed)
+    for _ in range(100):
+        try:
+            assert samples(store.config(gib=12 * CHUNK / 2**30)) == expected
+            break
+        except KeyboardInterrupt:
+            assert len(chunks(store)) <= 13
+    assert calls[place] > 20
 
 
 def test_a_damaged_chunk_is_fetched_again_and_a_damaged_object_is_an_error(store: Store) -> None:
@@ -208,6 +234,12 @@ def test_samples_of_the_next_steps_are_read_ahead_in_their_order(store: Store, m
     while len(set(order)) < len(wanted) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert sorted(set(order)) == wanted
+    assert any("_read_all" in thread.name for thread in threading.enumerate())
+    batches.close()
+    del batches
+    while any("_read_all" in thread.name for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any("_read_all" in thread.name for thread in threading.enumerate()), "they end with the loader"
     unread = GlobalBatchLoader(train, sampler=replace(sampler, unread_length=16), consumed_samples=24)
     order.clear()
     next(unread)
