@@ -141,6 +141,10 @@ class EnvironmentFault(NanotrainError):
     """A fault of the machine: an unwritable folder, a missing device, a lost rank."""
 
 
+class StorageFault(EnvironmentFault):
+    """A full, missing or read-only disk or bucket. All ranks are alive, so training can continue without the file."""
+
+
 class LocalFault(EnvironmentFault):
     """A fault of this rank alone: it is printed at once, without waiting for the first rank to print the same."""
 

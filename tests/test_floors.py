@@ -45,6 +45,7 @@ FLOORS = {
     **dict.fromkeys(["topology", "runs"], 3),
     **dict.fromkeys(["config", "system"], 2),
     "paths": 1.5,
+    "storage": 1.4,
     **dict.fromkeys(["errors", "log", "quantities", "untrusted"], 1),
 }
 # names that only some files may use

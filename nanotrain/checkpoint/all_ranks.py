@@ -16,8 +16,8 @@ from typing import Generic, TypeVar, cast
 
 from nanotrain.comm.collectives import all_reduce_scalars, broadcast_object, gather_object
 from nanotrain.comm.group import Group
-from nanotrain.errors import NanotrainError
-from nanotrain.runs.files import StorageFault, disk_fault
+from nanotrain.errors import NanotrainError, StorageFault
+from nanotrain.runs.files import disk_fault
 
 Result = TypeVar("Result")
 Final = TypeVar("Final")

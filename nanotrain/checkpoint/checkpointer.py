@@ -46,8 +46,8 @@ from nanotrain.checkpoint.retention import keep_newest, try_to_remove
 from nanotrain.checkpoint.write import shard_name, write_shard
 from nanotrain.comm.group import Group
 from nanotrain.comm.work import CommunicationFault
+from nanotrain.errors import StorageFault
 from nanotrain.precision.dtypes import DTYPE_NAMES
-from nanotrain.runs.files import StorageFault
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.system import without_collection
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from nanotrain.errors import EnvironmentFault
+from nanotrain.errors import EnvironmentFault, StorageFault
 
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a pipe without a reader fails instead of waiting
@@ -31,10 +31,6 @@ MARKER = ".made-by-nanotrain"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 # the kernel, the C library or the file system (NFS, some FUSE) has no such operation
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
-
-
-class StorageFault(EnvironmentFault):
-    """A full, missing or read-only disk. All ranks are alive, so training can continue without the file."""
 
 
 class FolderVanished(StorageFault):

@@ -21,8 +21,7 @@ from nanotrain.checkpoint.background import (
 )
 from nanotrain.checkpoint.commit import merge_shards
 from nanotrain.checkpoint.store import read_manifest
-from nanotrain.errors import CheckpointError
-from nanotrain.runs.files import StorageFault
+from nanotrain.errors import CheckpointError, StorageFault
 from nanotrain.spec.boxes import Box, TensorBox
 from tests.checkpoint.test_commit import MANIFEST, shards
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanotrain.checkpoint import store
-from nanotrain.runs.files import StorageFault
+from nanotrain.errors import StorageFault
 from tests.checkpoint.test_store import BOX, checkpointer, save, value
 
 # What changes the disk. Reads are no instants: nothing differs between one and the next.

@@ -16,8 +16,7 @@ from nanotrain.checkpoint.read import read_global_tensors
 from nanotrain.checkpoint.store import complete_checkpoints, read_manifest
 from nanotrain.comm.collectives import barrier
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.errors import NanotrainError
-from nanotrain.runs.files import StorageFault
+from nanotrain.errors import NanotrainError, StorageFault
 from nanotrain.spec.boxes import Box, TensorBox, flat_range_to_boxes
 from tests.harness import ranks, run_ranks
 

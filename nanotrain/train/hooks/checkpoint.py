@@ -19,9 +19,8 @@ from nanotrain.checkpoint.commit import set_aside_after
 from nanotrain.checkpoint.compatibility import kind_of
 from nanotrain.config.schema import to_dict
 from nanotrain.data.build import fingerprints
-from nanotrain.errors import NanotrainError
+from nanotrain.errors import NanotrainError, StorageFault
 from nanotrain.log import get_logger
-from nanotrain.runs.files import StorageFault
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.run import Run
 from nanotrain.train.step_report import StepReport

@@ -12,8 +12,7 @@ from nanotrain.checkpoint import checkpointer
 from nanotrain.checkpoint.report import describe, verify
 from nanotrain.checkpoint.retention import prune
 from nanotrain.checkpoint.store import complete_checkpoints, read_manifest
-from nanotrain.errors import CheckpointError, EnvironmentFault, TrainingFault
-from nanotrain.runs.files import StorageFault
+from nanotrain.errors import CheckpointError, EnvironmentFault, StorageFault, TrainingFault
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.run import Run

@@ -1,0 +1,242 @@
+"""`Remote`: a file or folder of an object store, read, written, listed and deleted through fsspec.
+
+    is_address, parse      whether a text is SCHEME://..., and the `Remote` of it
+    Remote.read            a range of bytes, in one request; short answers are errors and are requested again
+    Remote.sizes           every object below a folder by relative name, with size and time: one listing
+    Remote.put, .write     a file in parts, or bytes: whole objects, never half of one
+    Remote.delete, .move   in batches; an object store cannot rename, so a move is copies and deletions
+
+Every request that fails for a reason that may pass is repeated. Credentials are those of the provider's usual places,
+never part of an address.
+"""
+
+import importlib
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from nanotrain.errors import ConfigError, StorageFault
+
+PART_BYTES, MAX_PARTS, CONCURRENCY = 16 * 2**20, 9_000, 4
+"""Parts of an upload: a rank holds CONCURRENCY of them, and a provider takes 10,000 of a file."""
+ATTEMPTS, FIRST_PAUSE_S = 6, 0.1  # the pause doubles
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
+_SECRETS = re.compile(r"(?<=://)[^/@\s]+@|\?[^\s\"']+")
+_NETWORK = re.compile("connect|resolve|timed? ?out|unreachable|SSL", re.IGNORECASE)
+_DENIED = re.compile("credential|denied|forbidden|signature|token|unauthorized|access key|skew", re.IGNORECASE)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class _Provider:
+    """How one scheme is spoken: its package, options of its client, and those of an upload by size of the parts."""
+
+    package: str
+    client: dict[str, Any]
+    upload: Callable[[int], dict[str, Any]]
+
+
+SCHEMES = {
+    "s3": _Provider(
+        "s3fs",
+        {"config_kwargs": {"retries": {"total_max_attempts": 1}, "connect_timeout": 10, "read_timeout": 60}},
+        lambda part: {"chunksize": part, "max_concurrency": CONCURRENCY},
+    ),
+    "gs": _Provider("gcsfs", {}, lambda part: {"chunksize": part}),
+    "az": _Provider("adlfs", {}, lambda part: {"max_concurrency": CONCURRENCY}),
+    "hf": _Provider("huggingface_hub", {}, lambda part: {}),
+}
+
+
+class MissingObject(StorageFault):
+    """An object or bucket that does not exist."""
+
+
+class Stat(NamedTuple):
+    """Size in bytes and time of the last change of an object."""
+
+    size: int
+    changed: float
+
+
+def is_address(text: str) -> bool:
+    """Whether a text names a place by SCHEME://.
+
+    >>> is_address("s3://bucket/run"), is_address("runs/tiny")
+    (True, False)
+    """
+    return _ADDRESS.match(text) is not None
+
+
+def parse(text: str) -> "Remote":
+    """The place that an address names.
+
+    Raises:
+        ConfigError: an unknown scheme, no bucket, credentials or a query in the address.
+    """
+    match = _ADDRESS.match(text)
+    assert match is not None, "callers check is_address"
+    scheme, path = match[1].lower(), match[2].strip("/")
+    known = ", ".join(f"{name}://" for name in SCHEMES)
+    if scheme not in SCHEMES:
+        why = f"known are {known} and paths on this machine"
+        raise ConfigError(f"{redacted(text)} cannot be reached", why=why, fix="mount it and name the folder")
+    if not path or any(part in ("", ".", "..") for part in path.split("/")) or re.search(r"[@?#*\[\x00-\x20]", path):
+        why = "an address is SCHEME://BUCKET/NAME, without user, password, query, patterns and empty or dotted parts"
+        fix = "give credentials in the provider's usual place (docs/remote_storage.md)"
+        raise ConfigError(f"{redacted(text)} is no address", why=why, fix=fix)
+    return Remote(scheme, path)
+
+
+def redacted(text: str) -> str:
+    """A text without the users, passwords and queries of addresses in it.
+
+    >>> redacted("s3://me:secret@bucket/run?token=1 failed")
+    's3://bucket/run failed'
+    """
+    return _SECRETS.sub("", text)
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A file or folder of an object store.
+
+    Args:
+        scheme: a key of SCHEMES.
+        path: bucket and name, without slashes at the ends.
+    """
+
+    scheme: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.path}"
+
+    def __truediv__(self, name: str) -> "Remote":
+        return Remote(self.scheme, f"{self.path}/{name}")
+
+    @property
+    def parent(self) -> "Remote":
+        """The folder above."""
+        return Remote(self.scheme, self.path.rpartition("/")[0])
+
+    def read(self, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes from `start` to `stop`, which lies inside the object; None: to its end.
+
+        Raises:
+            StorageFault: they cannot be read.
+        """
+
+        def request() -> bytes:
+            data: bytes = self._client().cat_file(self.path, start=start or None, end=stop)
+            if stop is not None and len(data) != stop - start:
+                raise EOFError(f"{len(data):,} of {stop - start:,} bytes arrived")
+            return data
+
+        return self._retried("read", request)
+
+    def download(self, file: Path) -> None:
+        """Write the object into a file, in parts."""
+        size = self._retried("read", lambda: int(self._client().info(self.path)["size"]))
+        with file.open("wb") as out:
+            for start in range(0, size, PART_BYTES):
+                out.write(self.read(start, min(start + PART_BYTES, size)))
+
+    def sizes(self) -> dict[str, Stat]:
+        """The objects below this folder, by their names from here on; empty where there is none.
+
+        Raises:
+            MissingObject: the bucket does not exist.
+            StorageFault: they cannot be listed.
+        """
+        found = self._retried("listed", lambda: self._client().find(self.path, detail=True))
+        if not found and "/" in self.path:  # providers answer alike for a bucket that is missing
+            self._retried("listed", lambda: self._client().ls(self.path.partition("/")[0], refresh=True))
+        prefix = f"{self.path}/"
+        return {
+            name.removeprefix(prefix): Stat(int(entry["size"]), _changed(entry))
+            for name, entry in found.items()
+            if name.startswith(prefix)
+        }
+
+    def put(self, file: Path) -> None:
+        """Replace the object by a file of this machine, in parts of bounded size.
+
+        Raises:
+            StorageFault: it cannot be written; the old object is unchanged.
+        """
+        part = max(PART_BYTES, -(-file.stat().st_size // MAX_PARTS))
+        options = SCHEMES[self.scheme].upload(part)
+        self._retried("written", lambda: self._client().put_file(str(file), self.path, **options))
+
+    def write(self, data: bytes) -> None:
+        """Replace the object by bytes."""
+        self._retried("written", lambda: self._client().pipe_file(self.path, data))
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects below this folder; those that are gone already are no error."""
+        paths = [f"{self.path}/{name}" for name in names]
+        for first in range(0, len(paths), 1000):  # a request of most providers
+            self._retried("deleted", partial(self._client().rm, paths[first : first + 1000]), missing_ok=True)
+
+    def move(self, names: Iterable[str], target: "Remote") -> None:
+        """Move objects below this folder to another one: copies in the order of the names, then one deletion."""
+        names = list(names)
+        for name in names:
+            copy = partial(self._client().cp_file, f"{self.path}/{name}", f"{target.path}/{name}")
+            self._retried("copied", copy)
+        self.delete(names)
+
+    def _client(self) -> Any:
+        provider = SCHEMES[self.scheme]
+        try:
+            importlib.import_module(provider.package)
+            import fsspec
+        except ImportError as error:
+            fix = f"pip install {'huggingface_hub fsspec' if self.scheme == 'hf' else f'nanotrain[{self.scheme}]'}"
+            raise ConfigError(f"{self} needs {provider.package}", why=f"no {error.name} here", fix=fix) from None
+        return fsspec.filesystem(self.scheme, use_listings_cache=False, **provider.client)
+
+    def _retried(self, what: str, request: Callable[[], Result], *, missing_ok: bool = False) -> Result | Any:
+        """Send a request again while its failure may pass; the pauses grow."""
+        for attempt in range(ATTEMPTS):
+            try:
+                return request()
+            except (ConfigError, KeyboardInterrupt):
+                raise
+            except FileNotFoundError as error:
+                if missing_ok:
+                    return None
+                raise self._fault(what, error) from None
+            except Exception as error:  # the providers' errors have no class in common
+                if attempt + 1 == ATTEMPTS or isinstance(error, PermissionError) or _DENIED.search(str(error)):
+                    raise self._fault(what, error) from None
+            time.sleep(FIRST_PAUSE_S * 2**attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _fault(self, what: str, error: Exception) -> StorageFault:
+        reason = " ".join(redacted(f"{error}").split())[:400] or type(error).__name__
+        kind, fix = StorageFault, "try again; everything committed before is unchanged"
+        if isinstance(error, FileNotFoundError):
+            kind, fix = MissingObject, "make the bucket, or name another place"
+        elif isinstance(error, PermissionError) or _DENIED.search(reason):
+            fix = "give credentials with this right in the provider's usual place, and check the clock of this machine"
+        elif _NETWORK.search(f"{type(error).__name__} {reason}"):
+            fix = "check the network, and the endpoint that the provider's variables name (docs/remote_storage.md)"
+        return kind(f"{self} cannot be {what}", why=reason, fix=fix)
+
+
+def _changed(entry: dict[str, Any]) -> float:
+    """The time of the last change, under the name that a provider gives it."""
+    for key in ("LastModified", "last_modified", "updated", "mtime"):
+        value = entry.get(key)
+        if isinstance(value, str):
+            value = datetime.fromisoformat(value)
+        if value is not None:
+            return value.timestamp() if isinstance(value, datetime) else float(value)
+    return 0.0

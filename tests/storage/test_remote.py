@@ -1,0 +1,127 @@
+"""Objects of a real S3 server: ranges, listings, moves; faults are repeated or named; nothing is half written."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from nanotrain.errors import ConfigError, StorageFault
+from nanotrain.storage import remote
+from nanotrain.storage.remote import MissingObject, parse
+from tests import s3_server
+
+
+@pytest.fixture(scope="module")
+def bucket() -> str:
+    return s3_server.make_bucket("remote-tests")
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)  # the client's own, with pauses of seconds
+
+
+def test_objects_are_written_read_in_ranges_listed_moved_and_deleted(bucket: str, tmp_path: Path) -> None:
+    folder = parse(f"{bucket}/a/b")
+    assert folder.sizes() == {}
+    (folder / "one").write(b"0123456789")
+    file = tmp_path / "two"
+    file.write_bytes(bytes(300))
+    (folder / "sub/two").put(file)
+    assert (folder / "one").read(2, 5) == b"234" and (folder / "one").read() == b"0123456789"
+    assert {name: stat.size for name, stat in folder.sizes().items()} == {"one": 10, "sub/two": 300}
+    assert folder.sizes()["one"].changed > 1e9
+    folder.move(["one"], folder.parent / "c")
+    assert list(folder.sizes()) == ["sub/two"] and (folder.parent / "c/one").read() == b"0123456789"
+    (folder / "sub/two").download(tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == bytes(300)
+    folder.delete(["sub/two", "gone"])
+    assert folder.sizes() == {}
+    with pytest.raises(MissingObject, match="a/b/one cannot be read"):
+        (folder / "one").read()
+
+
+def test_a_large_file_is_sent_in_parts_of_which_few_are_in_memory(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "PART_BYTES", 5 * 2**20)
+    file = tmp_path / "large"
+    file.write_bytes(random.Random(0).randbytes(16 * 2**20))
+    with s3_server.server().counted() as requests:
+        (parse(bucket) / "large").put(file)
+    assert sum("partNumber" in request.query for request in requests) == 4  # and one to start, one to complete
+    assert len(requests) == 6
+    (parse(bucket) / "large").download(tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == file.read_bytes()
+    assert remote.CONCURRENCY * 16 * 2**20 <= 256 * 2**20
+
+
+@pytest.mark.parametrize("fault", ["500", "reset", "truncated", "slow"])
+def test_a_fault_that_passes_is_not_seen(bucket: str, fault: str) -> None:
+    once = iter([fault])
+    (parse(bucket) / "x").write(b"0123456789" * 100)
+    with s3_server.server().faults(lambda request: next(once, None) if request.method == "GET" else None):
+        assert (parse(bucket) / "x").read(0, 1000) == b"0123456789" * 100
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "fix"),
+    [("denied", "Access Denied", "credentials"), ("skewed", "time", "clock"), ("500", "planted", "try again")],
+)
+def test_a_fault_that_stays_is_one_error_with_the_providers_reason(
+    bucket: str, fault: str, reason: str, fix: str
+) -> None:
+    with s3_server.server().faults(lambda request: fault), pytest.raises(StorageFault) as caught:
+        (parse(bucket) / "y").write(b"1")
+    assert reason in caught.value.why and fix in caught.value.fix and "test-secret" not in str(caught.value)
+
+
+def test_a_missing_bucket_and_a_dead_network_are_named(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MissingObject, match="no-such-bucket.*bucket does not exist.*make the bucket"):
+        parse("s3://no-such-bucket/run").sizes()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("s3fs.S3FileSystem.cachable", False)
+    with pytest.raises(StorageFault, match="connect.*check the network"):
+        parse("s3://b/run").sizes()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("ftp://host/run", "known are s3://, gs://, az://, hf://"),
+        ("s3://me:hidden@bucket/run", "without user"),
+        ("s3://bucket/run?token=hidden", "without user"),
+        ("s3://bucket/../run", "dotted parts"),
+        ("s3://", "SCHEME://BUCKET/NAME"),
+    ],
+)
+def test_other_addresses_are_refused_without_their_secrets(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        parse(text)
+    assert "hidden" not in str(caught.value)
+
+
+def test_a_missing_package_is_one_line_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
+    with pytest.raises(ConfigError, match=r"gs://b/run needs gcsfs.*pip install nanotrain\[gs\]"):
+        parse("gs://b/run").sizes()
+
+
+def test_random_faults_lose_nothing_and_are_named(bucket: str) -> None:
+    draw, folder, there = random.Random(3), parse(f"{bucket}/faulty"), dict[str, bytes]()
+    kinds, num_named = (None, None, None, "500", "reset", "truncated", "denied"), 0
+    for _ in range(200):
+        name, data = f"{draw.randrange(8)}", draw.randbytes(draw.randrange(1, 2000))
+        allowed = [data]
+        with s3_server.server().faults(lambda request: draw.choice(kinds)):
+            try:
+                (folder / name).write(data)
+                assert (folder / name).read(0, len(data)) == data
+            except StorageFault as error:  # the old object or the new one, whole
+                assert str(folder / name) in error.what and error.why and error.fix
+                allowed, num_named = [data, there.get(name, b"")], num_named + 1
+        there[name] = (folder / name).read() if name in folder.sizes() else b""
+        assert there[name] in allowed
+    assert 20 < num_named < 180
+    assert all((folder / name).read() == data for name, data in there.items() if data)
