@@ -19,6 +19,7 @@ from datatrove.pipeline.dedup.exact_dedup import ExactDedupConfig
 from datatrove.pipeline.filters import LambdaFilter
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers import JsonlWriter
+from datatrove.utils.hashing import HashConfig
 
 from nanotrain.cli.main import main as nanotrain
 
@@ -35,7 +36,8 @@ def text_of(document: Document) -> str:
 
 def clean(raw: Path, scratch: Path, *, workers: int) -> Path:
     """The folder with the documents that are long enough, each once."""
-    config, clean = ExactDedupConfig(content_getter=text_of), scratch / "clean"
+    sha1 = HashConfig(hash_fc="sha1")  # datatrove's xxhash needs a version of that package below 4
+    config, clean = ExactDedupConfig(content_getter=text_of, hash_config=sha1), scratch / "clean"
     stages = [
         [JsonlReader(str(raw)), LambdaFilter(is_long_enough), JsonlWriter(f"{scratch}/long", compression=None)],
         [JsonlReader(f"{scratch}/long"), ExactDedupSignature(f"{scratch}/hashes", config)],
@@ -64,12 +66,7 @@ def main() -> None:
         raw = arguments.input or Path(scratch) / "raw"
         if arguments.input is None:
             raw.mkdir()
-            texts = [
-                "too short",
-                "one of two equal documents",
-                "a document of its own, alone",
-                "one of two equal documents",
-            ]
+            texts = ["too short", *["one of two equal documents"] * 2, "a document of its own, alone"]
             (raw / "0.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         cleaned = clean(raw, Path(scratch), workers=arguments.workers)
         names = ["--input", str(cleaned), "--output", str(arguments.output), "--tokenizer", arguments.tokenizer]

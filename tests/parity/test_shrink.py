@@ -185,7 +185,15 @@ SHRUNK = {
 }
 OF_FILES = ("data.data_path", "data.valid", "data.test", "data.split", "data.token", "data.vocab", "data.merge")
 OF_RUNS = (
-    *("data.mock_data", "data.num_workers", "data.quickstart", "train.run_dir", "train.device", "train.log_"),
+    *(
+        "data.mock_data",
+        "data.num_workers",
+        "data.object_storage",
+        "data.quickstart",
+        "train.run_dir",
+        "train.device",
+        "train.log_",
+    ),
     *("train.eval_", "train.exit_", "train.hang_", "train.max_consecutive", "train.rollback", "train.debug_nan"),
     *("train.check_weight_hash", "train.manual_gc", "train.profile", "train.tensorboard", "train.wandb"),
     *("train.prometheus", "train.notify", "train.report", "train.generate", "train.deterministic_mode"),
