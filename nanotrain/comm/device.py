@@ -9,7 +9,7 @@
     trace_range     a named range in traces
     to_device, host_zeros
     reset_peak_memory, peak_memory, memory_per_rank, start_memory_history, write_memory_history
-    set_deterministic, sum_bf16_products_in_fp32
+    set_arithmetic  algorithms and sums of the process
 
 Most of `torch.cuda` raises on a CPU-only torch, so all callers go through these functions.
 """
@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from nanotrain.comm.driver import hides_gpus, unseen_gpu_reason
+from nanotrain.config.config import Config
 from nanotrain.errors import EnvironmentFault
 from nanotrain.quantities import count_of
 from nanotrain.system import available_memory
@@ -188,21 +189,23 @@ def write_memory_history(path: Path) -> None:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def set_deterministic(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Use deterministic algorithms from here on, in the whole process; an operator that has none raises.
+def set_arithmetic(config: Config, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set torch's algorithms in the whole process, from here on.
 
-    Variables of cuBLAS and NCCL are set in `environment` unless they are there.
+    Args:
+        config: `deterministic_mode` uses deterministic algorithms, and an operator that has none raises;
+            `disable_bf16_reduced_precision_matmul` lets GPUs add the parts of a split bf16 product in fp32.
+        environment: gets the variables of cuBLAS and NCCL for deterministic algorithms, unless it has them.
     """
+    if config.precision.disable_bf16_reduced_precision_matmul:  # torch's default adds in bf16
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    if not config.train.deterministic_mode:
+        return
     environment.update(_DETERMINISTIC | dict(environment))
     torch.use_deterministic_algorithms(True)  # with warn_only attention would keep its other algorithm, and warn
     torch.backends.cudnn.deterministic = True
     # memory that is not written is never read here, and to fill it takes a pass over every buffer
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def sum_bf16_products_in_fp32() -> None:
-    """Let GPUs add the parts of a split bf16 product in fp32, in the whole process; torch's default adds in bf16."""
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 @cache

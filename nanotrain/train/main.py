@@ -94,7 +94,7 @@ def train(loaded: Loaded) -> None:
     validate_start(loaded.config, world_size, expected_dp=loaded.data_parallel_size)
     _prepare_environment()
     with importing_torch():
-        from nanotrain.comm.device import set_deterministic, sum_bf16_products_in_fp32
+        from nanotrain.comm.device import set_arithmetic
         from nanotrain.comm.parallel_context import Launch, ParallelContext
         from nanotrain.train.checks import Start, check
         from nanotrain.train.fit import fit
@@ -111,10 +111,7 @@ def train(loaded: Loaded) -> None:
     start = Start(loaded.config, launch)
     check(start)
     folder = RunFolder(Path(str(loaded.config.train.run_dir)))
-    if loaded.config.train.deterministic_mode:
-        set_deterministic()
-    if loaded.config.precision.disable_bf16_reduced_precision_matmul:
-        sum_bf16_products_in_fp32()
+    set_arithmetic(loaded.config)
     with claimed(folder, is_first=is_first):
         outlive_output("training goes on, its steps are in metrics.jsonl")
         config, inputs = open_inputs(loaded, reads_checkpoint=launch.local_rank == 0)
