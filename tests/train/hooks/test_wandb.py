@@ -42,6 +42,16 @@ def wandb_records(path) -> Iterator[Any]:
             text = b""
 
 
+def finished_records(path) -> list[Any]:
+    """The records, once wandb's own process has written the last one, which it may do after `finish`."""
+    deadline, records = time.monotonic() + HANG_S, list(wandb_records(path))
+    while not any(record.HasField("exit") for record in records):
+        assert time.monotonic() < deadline, "the file never ends"
+        time.sleep(0.05)
+        records = list(wandb_records(path))
+    return records
+
+
 def test_wandb_continues_one_run_over_restarts_offline_without_a_key(tmp_path, offline_wandb, logged):
     arguments = ("--save-interval", "2", "--wandb", "--wandb-project", "test", "--lr-decay-style", "constant")
     with small_run(tmp_path / "run", "--train-iters", "9", *arguments) as run, pytest.raises(RuntimeError):
@@ -51,7 +61,7 @@ def test_wandb_continues_one_run_over_restarts_offline_without_a_key(tmp_path, o
         with small_run(tmp_path / "run", "--train-iters", last, *arguments) as run:
             train(run, LogHook(), TrackHook(), CheckpointHook())
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
-    records = [record for file in files for record in wandb_records(file)]
+    records = [record for file in files for record in finished_records(file)]
     assert len(files) == 3 and {record.run.run_id for record in records if record.HasField("run")} == {
         (tmp_path / "run" / "wandb" / "id").read_text()
     }
