@@ -80,6 +80,7 @@ class MoEConfig:
     router_topk: int = option(2, "experts per token", check=at_least(1))
     router_score_function: RouterScore = option("softmax", "function of the router scores: softmax or sigmoid")
     router_pre_softmax: bool = option(False, "softmax before the top-k selection, over all experts, instead of over the selected ones")
+    router_norm_epsilon: float = option(1e-20, "added to the sum of sigmoid scores by which those of the selected experts are divided", check=at_least(0))
     router_topk_scaling_factor: float = option(1.0, "factor on the weights of the selected experts", check=above(0))
     router_num_groups: int | None = option(None, "group-limited routing: number of expert groups; unset: no groups", check=at_least(1))
     router_group_topk: int | None = option(None, "group-limited routing: groups selected per token", check=at_least(1))
@@ -176,6 +177,9 @@ class ModelConfig:
     window_attn_skip_freq: str = option("0", "layers without the window: N for every Nth layer, 0 for none, or a pattern such as [1]*5+[0] with 0 for each of them")
     untie_embeddings_and_output_weights: bool = option(False, "use separate weights for embedding and head")
     scale_embeddings: bool = option(False, "multiply word embeddings by sqrt(hidden_size) (Gemma)")
+    embedding_multiplier: float = option(1.0, "factor on the word embeddings (Granite)", check=above(0))
+    residual_multiplier: float = option(1.0, "factor on the outputs of attention and MLP before the residual sum (Granite)", check=above(0))
+    logits_scaling: float = option(1.0, "divisor of the logits, before their softcap (Granite)", check=above(0))
     final_logit_softcapping: float | None = option(None, "soft-cap logits by c * tanh(logits / c); unset: none", check=above(0))
     multi_latent_attention: bool = option(False, "multi-latent attention: low-rank compression of keys and values (DeepSeek)")
     attention_output_gate: bool = option(False, "multiply the output of attention by the sigmoid of a learned projection of the token (Qwen3-Next)")
@@ -215,6 +219,15 @@ class ModelConfig:
     def query_groups(self) -> int:
         """Key/value heads: one per query head by default, and with multi-latent attention."""
         return self.mla is None and self.num_query_groups or self.num_attention_heads
+
+    @property
+    def embedding_scale(self) -> float:
+        """The factor on the word embeddings.
+
+        >>> ModelConfig(hidden_size=256, scale_embeddings=True).embedding_scale
+        16.0
+        """
+        return self.embedding_multiplier * (self.hidden_size**0.5 if self.scale_embeddings else 1.0)
 
     @property
     def has_rope(self) -> bool:

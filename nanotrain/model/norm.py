@@ -1,6 +1,7 @@
 """Norms over the last dim, computed in fp32 for every dtype of activations.
 
     build_norm   the norm that a configuration names
+    build_post_norm   that of an output of attention or MLP, or a factor in its place
     LayerNorm, RMSNorm
     build_head_norm, WideRMSNorm   norms of queries and keys
 
@@ -137,6 +138,25 @@ def build_norm(model_config: ModelConfig, params: Parameters) -> nn.Module:
     if model_config.normalization == "LayerNorm":
         return LayerNorm(params["weight"], params["bias"], eps=eps, is_offset=is_offset)
     return RMSNorm(params["weight"], eps=eps, is_offset=is_offset)
+
+
+def build_post_norm(model_config: ModelConfig, params: Parameters) -> nn.Module:
+    """The norm of the outputs of attention or an MLP; where none is declared, `residual_multiplier`."""
+    if params or model_config.residual_multiplier == 1.0:
+        return build_norm(model_config, params)
+    return Scale(model_config.residual_multiplier)
+
+
+class Scale(nn.Module):
+    """A constant factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape and dtype."""
+        return x * self.factor
 
 
 def _fp32(x: Tensor) -> Tensor:

@@ -46,8 +46,6 @@ from nanotrain.model.context import LayerContext
 from nanotrain.model.router_stats import RouterStats, StatefulModule, count_ids
 from nanotrain.parallel.ep.token_dispatcher import Routing
 
-_TINY = 1e-20  # avoids a division by zero where all scores underflow
-
 
 class Router(StatefulModule):
     """Top-k router.
@@ -173,7 +171,7 @@ class Router(StatefulModule):
             if not self.moe.router_pre_softmax:
                 weights = logits.gather(-1, topk_ids).softmax(dim=-1)
         elif self.moe.router_topk > 1:
-            weights = normalize(weights)
+            weights = normalize(weights, self.moe.router_norm_epsilon)
         return weights * self.moe.router_topk_scaling_factor
 
     def _attach_losses(
@@ -244,9 +242,9 @@ class _RouterLogits(torch.autograd.Function):
         return (grads[0] @ weight.float()).to(x.dtype), (grads[0].t() @ x.float()).to(weight.dtype)
 
 
-def normalize(scores: Tensor) -> Tensor:
-    """Scores divided by their sum over the last dim."""
-    normalized: Tensor = _Normalize.apply(scores)
+def normalize(scores: Tensor, epsilon: float = 1e-20) -> Tensor:
+    """Scores divided by their sum over the last dim; epsilon avoids a division by zero where all underflow."""
+    normalized: Tensor = _Normalize.apply(scores, epsilon)
     return normalized
 
 
@@ -254,16 +252,16 @@ class _Normalize(torch.autograd.Function):
     """Five operators backward instead of autograd's seven."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor) -> Tensor:
-        total = scores.sum(dim=-1, keepdim=True).add_(_TINY)
+    def forward(ctx: Any, scores: Tensor, epsilon: float) -> Tensor:
+        total = scores.sum(dim=-1, keepdim=True).add_(epsilon)
         ctx.save_for_backward(scores, total)
         return scores / total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         scores, total = ctx.saved_tensors
         along = (grads[0] * scores).sum(dim=-1, keepdim=True).div_(total)
-        return (grads[0] - along).div_(total)
+        return (grads[0] - along).div_(total), None
 
 
 def _mask_groups(scores: Tensor, moe: MoEConfig) -> Tensor:

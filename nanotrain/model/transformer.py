@@ -36,7 +36,7 @@ from nanotrain.model.mamba import Mamba2
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.mtp import MTPLayer
-from nanotrain.model.norm import build_norm
+from nanotrain.model.norm import build_norm, build_post_norm
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import RotaryTables
 from nanotrain.model.short_conv import ShortConv
@@ -103,10 +103,10 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = build_norm(model_config, params.submodule("attention_norm"))
         self.attention = build_mixer(model_config, params.submodule("attention"), parallel=parallel, layer=layer)
-        self.attention_post_norm = build_norm(model_config, params.submodule("attention_post_norm"))
+        self.attention_post_norm = build_post_norm(model_config, params.submodule("attention_post_norm"))
         self.mlp_norm = build_norm(model_config, params.submodule("mlp_norm"))
         self.mlp = build_mlp(model_config, params.submodule("mlp"), parallel=parallel, layer=layer)
-        self.mlp_post_norm = build_norm(model_config, params.submodule("mlp_post_norm"))
+        self.mlp_post_norm = build_post_norm(model_config, params.submodule("mlp_post_norm"))
         if model_config.has_dropout:
             self.register_forward_pre_hook(lambda _, args: (args[0], args[1].of_layer(layer)))
 
@@ -124,7 +124,7 @@ class HalfBlock(nn.Module):
         half, build = ("attention", build_mixer) if params.submodule("attention") else ("mlp", build_mlp)
         self.add_module(f"{half}_norm", build_norm(model_config, params.submodule(f"{half}_norm")))
         self.add_module(half, build(model_config, params.submodule(half), parallel=parallel, layer=layer))
-        self.add_module(f"{half}_post_norm", build_norm(model_config, params.submodule(f"{half}_post_norm")))
+        self.add_module(f"{half}_post_norm", build_post_norm(model_config, params.submodule(f"{half}_post_norm")))
         if model_config.has_dropout:
             self.register_forward_pre_hook(lambda _, args: (args[0], args[1].of_layer(layer)))
 
@@ -140,15 +140,15 @@ class Embedding(nn.Module):
     Args:
         params: word; position [positions, H] where declared, replicated over tp.
         tensor_parallel: shards the vocabulary; under sequence parallelism each rank embeds its slice of the positions.
-        is_scaled: multiply word embeddings by sqrt(H), rounded to their dtype.
+        scale: factor on the word embeddings, rounded to their dtype.
     """
 
     is_lookup = True  # as an FSDP unit its backward reads no parameters
 
-    def __init__(self, params: Parameters, *, tensor_parallel: TensorParallel, is_scaled: bool = False) -> None:
+    def __init__(self, params: Parameters, *, tensor_parallel: TensorParallel, scale: float = 1.0) -> None:
         super().__init__()
         weight = params["word.weight"]
-        self.scale = torch.tensor(weight.shape[1] ** 0.5, dtype=weight.dtype, device="cpu").item() if is_scaled else 1.0
+        self.scale = torch.tensor(scale, dtype=weight.dtype, device="cpu").item()
         self.word = VocabParallelEmbedding(weight, tensor_parallel=tensor_parallel)
         position, self.tensor_parallel = params.get("position.weight"), tensor_parallel
         unsharded = partial(VocabParallelEmbedding, tensor_parallel=tensor_parallel.unsharded)
@@ -172,7 +172,7 @@ class Head(nn.Module):
 
     Args:
         weight: [Vp/tp, H]; None where it is tied to the word embedding, which is then passed to every call.
-        vocabulary: V, and the softcap of the logits.
+        vocabulary: V, scaling and softcap of the logits.
         tensor_parallel: shards the vocabulary.
     """
 
@@ -239,8 +239,8 @@ class Stage(nn.Module):
         super().__init__()
         self.model_config, self.spec, self.params, self.parallel = model_config, spec, tuple(params), parallel
         shape, declared = ModelShape.of(model_config), Parameters.on_meta(params)
-        embedding, is_scaled = declared.submodule("embedding"), model_config.scale_embeddings
-        embed = partial(Embedding, tensor_parallel=parallel.tp, is_scaled=is_scaled)
+        embedding = declared.submodule("embedding")
+        embed = partial(Embedding, tensor_parallel=parallel.tp, scale=model_config.embedding_scale)
         self.embedding = embed(embedding) if embedding else None
         place = DropoutPlace.embedding
         self._drop_embedded = HiddenDropout(model_config.hidden_dropout, 0, place, parallel.tp)
@@ -260,7 +260,7 @@ class Stage(nn.Module):
         if spec.has_head:
             self.final_norm = build_norm(model_config, declared.submodule("final_norm"))
             head = declared.get("head.weight")
-            vocabulary = Vocabulary(shape.vocab_size, model_config.final_logit_softcapping)
+            vocabulary = Vocabulary(shape.vocab_size, model_config.final_logit_softcapping, model_config.logits_scaling)
             self.head = Head(head, vocabulary=vocabulary, tensor_parallel=parallel.tp)
         self.mtp = nn.ModuleDict()
         for depth, layer in enumerate(mtp_layers):

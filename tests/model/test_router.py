@@ -54,6 +54,8 @@ def test_sigmoid_scores_are_normalized_over_the_chosen_and_scaled():
     routing = route(replace(SIGMOID, moe=replace(SIGMOID.moe, router_topk_scaling_factor=2.5)), TOKEN)
     scores = torch.tensor([[3.0, 2.0]]).sigmoid()
     torch.testing.assert_close(routing.topk_weights, 2.5 * scores / scores.sum())
+    padded = route(replace(SIGMOID, moe=replace(SIGMOID.moe, router_norm_epsilon=0.5)), TOKEN)
+    torch.testing.assert_close(padded.topk_weights, scores / (scores.sum() + 0.5))
     one = route(replace(SIGMOID, moe=replace(SIGMOID.moe, router_topk=1)), TOKEN)
     torch.testing.assert_close(one.topk_weights, torch.tensor([[3.0]]).sigmoid())
 

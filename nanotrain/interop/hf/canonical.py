@@ -50,8 +50,10 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
     linear = tuple(mixer is not None and mixer == model_config.linear_attention_type for mixer in shape.mixers)
     is_mixed = any(linear) and not all(linear) and model_config.hybrid_layer_pattern is None
     has_all_windows = model_config.window_size is None or all(windows)
+    pattern = model_config.hybrid_layer_pattern
     return replace(
         model_config,
+        hybrid_layer_pattern=None if pattern is None else pattern.replace("|", ""),
         ffn_hidden_size=None if all(shape.moe_layers) else shape.ffn_size,
         mtp=replace(model_config.mtp, num_layers=shape.num_mtp_layers or None),
         moe=moe,

@@ -17,7 +17,13 @@ from nanotrain.untrusted import whole_number
 Values = dict[str, Any]
 Raw = Mapping[str, Any]  # a parsed config.json
 # Two names of one entry: either may be missing.
-SYNONYMS = (("num_experts", "num_local_experts"), ("num_local_experts", "num_experts"), ("n_positions", "n_ctx"))
+SYNONYMS = (
+    ("num_experts", "num_local_experts"),
+    ("num_local_experts", "num_experts"),
+    ("n_positions", "n_ctx"),
+    ("tie_word_embeddings", "tie_embedding"),
+    ("intermediate_size", "block_ff_dim"),
+)
 # Largest numbers of what is listed one by one.
 COUNTED = {"num_layers": 1000, "moe.num_experts": 4096, "mtp.num_layers": 100, "all experts": 1 << 17}
 # Entries that may be null; others are written as 0 for a model without the feature, which is not read as that model.
@@ -71,7 +77,8 @@ class Layout:
         values["untie_embeddings_and_output_weights"] = not raw.get("tie_word_embeddings", False)
         for part in self.parts:
             values |= part.read(raw)
-        return values | self.fixed
+        has_experts = values.get("moe.num_experts") is not None
+        return {key: value for key, value in (values | self.fixed).items() if has_experts or not key.startswith("moe.")}
 
     def write(self, model_config: ModelConfig) -> Values:
         """The entries of a model."""

@@ -36,6 +36,7 @@ class HFName:
     interleaved: Sequence[int] = (0, 1)  # of modules whose outputs alternate in the tensor: which, of how many
     is_full: bool = False  # the name has no ".weight" appended
     has_neighbour_pairs: bool = False  # rotary channels are stored so that neighbours are a pair; with MLA
+    unsqueezed: Sequence[int] = ()  # dims of size 1 that the tensor of a weight has and the parameter has not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,8 @@ class Naming:
 
     ends: Mapping[str, str]  # names of embedding, final norm and head
     layer: str  # prefix of the tensors of a layer, with {layer}
-    layers: Mapping[str, HFName]  # names relative to that prefix, by module name in a layer ("attention.query")
+    # names relative to that prefix, by module name in a layer: "attention.query", or "mamba2.query" in those of a kind
+    layers: Mapping[str, HFName]
     other_layers: Mapping[str, HFName] = field(default_factory=dict)  # names that are read and never written
     # of a layer of multi-token prediction, whose numbers follow those of the model: what it has beside a layer, and
     # the ends of the model that it has a copy of, both relative to that prefix
@@ -93,13 +95,14 @@ def _map(name: str, sizes: Mapping[str, tuple[int, ...]], *, naming: Naming, sha
     path, _, leaf = name.rpartition(".")
     in_layer = re.fullmatch(r"(layers\.(\d+)\.|mtp\.(\d+)\.(?:block\.)?)(.+)", path)
     names: Mapping[str, str | HFName] = naming.ends
-    prefix, module, parent = "", path, ""
+    prefix, module, parent, kind = "", path, "", "attention"
     if in_layer is not None:
         prefix, layer, depth, module = in_layer.groups()
         names = naming.mtp if depth and not prefix.endswith("block.") else naming.layers
         number = int(layer) if layer else shape.mtp_layers[int(depth)]
-        parent = f"{naming.layer.format(layer=number)}."
-    known = names.get(f"{module}.{leaf}", names.get(module))
+        parent, kind = f"{naming.layer.format(layer=number)}.", str(shape.kinds(number)[0])
+    keys = [key for each in (re.sub(r"^attention\b", kind, module), module) for key in (f"{each}.{leaf}", each)]
+    known = next((names[key] for key in keys if key in names), None)
     assert known is not None, f"{name} has no name in this family: the exported model would lack it"
     hf = known if isinstance(known, HFName) else HFName(known)
     own, offset, num_outputs = sizes[name], 0, None
@@ -116,6 +119,7 @@ def _map(name: str, sizes: Mapping[str, tuple[int, ...]], *, naming: Naming, sha
         offset=offset,
         num_outputs=num_outputs,
         rows=_neighbour_rows(own[0], shape) if hf.has_neighbour_pairs else None,
+        unsqueezed=hf.unsqueezed if len(own) == 2 else (),
     )
 
 
@@ -180,6 +184,7 @@ class TensorMapping:
     interleaved: Sequence[int] = (0, 1)  # of parameters whose outputs alternate: which, of how many
     is_bias: bool = False  # outputs are the last dim
     rows: tuple[int, ...] | None = None  # the row of the tensor for each row of the parameter; None for the same
+    unsqueezed: Sequence[int] = ()  # dims of size 1 of the tensor alone
 
     @property
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -193,7 +198,7 @@ class TensorMapping:
         dim = self._output_dim
         num_outputs = self.shape[dim] * self.interleaved[1] if self.num_outputs is None else self.num_outputs
         shape = (*self.shape[:dim], num_outputs, *self.shape[dim + 1 :])
-        return {self.tensor: _swapped(shape) if self.transposed else shape}
+        return {self.tensor: _swapped(shape) if self.transposed else _inserted(shape, self.unsqueezed, value=1)}
 
     def slices(self, box: Box) -> Iterator[TensorSlice]:
         """A box of the parameter as slices of the tensors.
@@ -213,7 +218,8 @@ class TensorMapping:
                 stored = part.shifted([distance, *[0] * (len(self.shape) - 1)])
                 yield TensorSlice(self.tensor, stored, part, transposed=False)
         else:
-            stored = Box(self._stored(box.start), self._stored(box.stop))
+            corners = (self._stored(box.start), 0), (self._stored(box.stop), 1)
+            stored = Box(*(_inserted(corner, self.unsqueezed, value=value) for corner, value in corners))
             yield TensorSlice(self.tensor, stored, box, self.transposed, self.interleaved)
 
     def _stored(self, corner: tuple[int, ...]) -> tuple[int, ...]:
@@ -228,6 +234,17 @@ class TensorMapping:
 
     def _of_expert(self, expert: int) -> str:
         return self.tensor.replace(EXPERT, str(expert))
+
+
+def _inserted(sizes: tuple[int, ...], dims: Sequence[int], *, value: int) -> tuple[int, ...]:
+    """The sizes with the value at these dims.
+
+    >>> _inserted((8, 4), [1], value=1)
+    (8, 1, 4)
+    """
+    for dim in dims:
+        sizes = (*sizes[:dim], value, *sizes[dim:])
+    return sizes
 
 
 def _swapped(sizes: tuple[int, ...]) -> tuple[int, ...]:

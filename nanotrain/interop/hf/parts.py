@@ -15,6 +15,7 @@ from nanotrain.config.model import ModelConfig, MoEConfig, YarnConfig
 from nanotrain.config.notation import write_pattern
 from nanotrain.config.schema import value_of, with_values
 from nanotrain.interop.hf.canonical import resolved
+from nanotrain.interop.hf.layer_types import LAYER_PARTS, expert_layers
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
 from nanotrain.interop.hf.tables import read_tables
 from nanotrain.quantities import count_of
@@ -202,11 +203,6 @@ def _write_router(model_config: ModelConfig) -> Values:
     return {"output_router_logits": False, "router_aux_loss_coef": coefficient}
 
 
-def expert_layers(layers: tuple[bool, ...]) -> Values:
-    """The pattern of the layers with experts; where all have them, no layer has an MLP of `intermediate_size`."""
-    return {"moe.layer_freq": write_pattern(layers)} | ({"ffn_hidden_size": None} if all(layers) else {})
-
-
 def _read_layers(raw: Raw) -> Values:
     dense, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step", 1)
     layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(raw["num_hidden_layers"]))
@@ -224,16 +220,11 @@ def _write_layers(model_config: ModelConfig) -> Values:
 
 
 def _read_experts(raw: Raw) -> Values:
-    num_layers, topk = raw["num_hidden_layers"], raw["num_experts_per_tok"]
-    num_groups, group_topk = raw["n_group"] or 1, raw["topk_group"] or 1
-    if num_groups > 1 and topk // group_topk != 2:  # transformers ranks a group by its two best experts
-        reject("num_experts_per_tok", topk, instead=f"{2 * group_topk}, two per group that a token may use,")
+    num_layers = raw["num_hidden_layers"]
     layers = tuple(layer >= (raw["first_k_dense_replace"] or 0) for layer in range(num_layers))
     if not any(layers):
         reject("first_k_dense_replace", raw["first_k_dense_replace"], instead=f"below {num_layers}")
-    values = expert_layers(layers)
-    if num_groups > 1:
-        values |= {"moe.router_num_groups": num_groups, "moe.router_group_topk": group_topk}
+    values = expert_layers(layers) | _read_groups(raw)
     if num_shared := raw["n_shared_experts"]:
         values["moe.shared_expert_intermediate_size"] = num_shared * raw["moe_intermediate_size"]
     if num_mtp_layers := raw.get("num_nextn_predict_layers"):
@@ -245,11 +236,22 @@ def _write_experts(model_config: ModelConfig) -> Values:
     moe, layers = resolved(model_config).moe or MoEConfig(), model_config.moe_layers
     return {
         "first_k_dense_replace": layers.index(True) if any(layers) else len(layers),
-        "n_group": moe.router_num_groups or 1,
         "n_shared_experts": (moe.shared_expert_intermediate_size or 0) // (moe.ffn_hidden_size or 1),
         "num_nextn_predict_layers": model_config.mtp.num_layers or 0,
-        "topk_group": moe.router_group_topk or 1,
+        **_write_groups(model_config),
     }
+
+
+def _read_groups(raw: Raw) -> Values:
+    num_groups, group_topk, topk = raw["n_group"] or 1, raw["topk_group"] or 1, raw["num_experts_per_tok"]
+    if num_groups > 1 and topk // group_topk != 2:  # transformers ranks a group by its two best experts
+        reject("num_experts_per_tok", topk, instead=f"{2 * group_topk}, two per group that a token may use,")
+    return {"moe.router_num_groups": num_groups, "moe.router_group_topk": group_topk} if num_groups > 1 else {}
+
+
+def _write_groups(model_config: ModelConfig) -> Values:
+    moe = model_config.moe or MoEConfig()
+    return {"n_group": moe.router_num_groups or 1, "topk_group": moe.router_group_topk or 1}
 
 
 def _read_mla(raw: Raw) -> Values:
@@ -310,4 +312,6 @@ PARTS: dict[str, Part] = {
     "router_losses": Part(write=_write_router),
     "qwen_experts": Part(_read_layers, _write_layers),
     "deepseek_experts": Part(_read_experts, _write_experts),
+    "router_groups": Part(_read_groups, _write_groups),
+    **LAYER_PARTS,
 }

@@ -51,9 +51,11 @@ class Vocabulary:
 
     size: int  # V, tokens of the vocabulary without padding
     softcap: float | None = None  # logits are c * tanh(logits / c) (Gemma 2); None: as they are
+    scaling: float = 1.0  # they are divided by this before (Granite)
 
     def cap(self, logits: Tensor) -> Tensor:
-        """Soft-capped logits."""
+        """Scaled and soft-capped logits."""
+        logits = logits if self.scaling == 1.0 else logits / self.scaling
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
@@ -91,7 +93,7 @@ def vocab_parallel_cross_entropy(
         hidden: [T, H], replicated over the group; its gradient is this rank's partial sum.
         weight: [Vp/tp, H], the local shard; rows from V on are padding and get a zero gradient.
         targets: labels and mask.
-        vocabulary: V, and the softcap of the logits.
+        vocabulary: V, scaling and softcap of the logits.
         group: shards the vocabulary.
 
     Returns:
@@ -151,7 +153,7 @@ class _VocabShard:
         return _Target(column.clamp(0, self.num_tokens - 1), is_local.float())
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """[t, H] -> [t, num_tokens], soft-capped."""
+        """[t, H] -> [t, num_tokens], scaled and soft-capped."""
         logits = self.vocabulary.cap(F.linear(hidden, weight[: self.num_tokens]))
         return logits.fill_(torch.finfo(logits.dtype).min / 2) if self.is_padding else logits
 
@@ -165,10 +167,12 @@ class _VocabShard:
             return local
         return start_all_gather(local, self.group, dim=1).wait().logsumexp(dim=1, keepdim=True)
 
-    def slope(self, logits: Tensor) -> Tensor | None:
-        """The derivative of soft-capped logits with respect to uncapped ones; None if it is 1."""
-        cap = self.vocabulary.softcap
-        return None if cap is None or self.is_padding else 1 - (logits.float() / cap).square()
+    def slope(self, logits: Tensor) -> Tensor | float | None:
+        """The derivative of scaled and soft-capped logits with respect to the products; None if it is 1."""
+        cap, factor = self.vocabulary.softcap, 1 / self.vocabulary.scaling
+        if cap is None or self.is_padding:
+            return None if factor == 1.0 else factor
+        return (1 - (logits.float() / cap).square()) * factor
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

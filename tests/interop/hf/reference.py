@@ -70,6 +70,48 @@ GEMMA3 = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}
 
 GPT_OSS = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7, "swiglu_limit": 0.4}
 
+NEMOTRON_H = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "ssm_state_size": 6,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 4,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "routed_scaling_factor": 2.5,
+    "n_group": 4,
+    "topk_group": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": VOCAB,
+    "time_step_min": 0.3,
+}
+GRANITE = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 6,
+    "shared_intermediate_size": 40,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 6.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.3,
+}
+HYBRID = ["linear_attention", "full_attention", "linear_attention"]
+LFM2_MOE = {
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "moe_intermediate_size": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "num_dense_layers": 1,
+    "routed_scaling_factor": 2.5,
+}
+
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", LLAMA_SHAPE | {"num_local_experts": 4, "rope_parameters": {"rope_theta": 5e5}}),
     "mixtral-window": ("Mixtral", LLAMA_SHAPE | {"num_local_experts": 4, "sliding_window": 9}),
@@ -144,8 +186,30 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "nemotron_h": ("NemotronH", NEMOTRON_H | {"hybrid_override_pattern": "ME*-ME"}),
+    "nemotron_h-dense": ("NemotronH", NEMOTRON_H | {"hybrid_override_pattern": "M*-"}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        LLAMA_SHAPE | GRANITE | {"num_local_experts": 6, "num_hidden_layers": 3, "layer_types": HYBRID},
+    ),
+    "granitemoehybrid-dense": (
+        "GraniteMoeHybrid",
+        LLAMA_SHAPE
+        | GRANITE
+        | {"num_local_experts": 0, "layer_types": HYBRID[:2], "tie_word_embeddings": True}
+        | {"time_step_limit": (0.3, float("inf"))},
+    ),
+    "granitemoehybrid-attention": (
+        "GraniteMoeHybrid",
+        LLAMA_SHAPE
+        | GRANITE
+        | {"num_local_experts": 0, "layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"},
+    ),
+    "lfm2": ("Lfm2", LLAMA_SHAPE | SMALL_TOKENS | {"full_attn_idxs": [1], "block_multiple_of": 16}),
+    "lfm2_moe": ("Lfm2Moe", LLAMA_SHAPE | SMALL_TOKENS | LFM2_MOE),
     **MIXTURES,
 }
+EXPERT_BIASES = ("e_score_correction_bias", "feed_forward.expert_bias")
 CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig"}
 
 
@@ -157,7 +221,7 @@ def reference(name: str, *, seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     model = getattr(transformers, architecture)(config)
     with torch.no_grad():
-        biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        biases = [buffer for name, buffer in model.named_buffers() if name.endswith(EXPERT_BIASES)]
         for parameter in (*model.parameters(), *biases):
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model.eval()
@@ -183,5 +247,5 @@ def biases_of(stage: Stage) -> dict[str, torch.Tensor]:
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What a checkpoint of the model holds: parameters, and the biases of routers."""
-    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith(EXPERT_BIASES)}
     return {name: parameter.detach() for name, parameter in model.named_parameters()} | biases

@@ -20,9 +20,14 @@ SINGLE_RANK = Group.single_rank("tp")
 
 
 def in_one_piece(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, cap: float | None = None
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    mask: torch.Tensor,
+    cap: float | None = None,
+    scaling: float = 1.0,
 ) -> torch.Tensor:
-    logits = (hidden @ weight.t()).float()
+    logits = (hidden @ weight.t()).float() / scaling
     logits = logits if cap is None else cap * (logits / cap).tanh()
     return (F.cross_entropy(logits, labels, reduction="none") * mask).sum()
 
@@ -33,24 +38,24 @@ def in_one_piece(
     vocab_size=st.integers(2, 60),
     padding=st.integers(0, 9),
     chunk=st.integers(1, 400),
-    cap=st.sampled_from([None, 2.0]),
+    cap=st.sampled_from([(None, 1.0), (2.0, 1.0), (None, 4.0), (2.0, 0.5)]),
     seed=st.integers(0, 99),
 )
 def test_chunks_give_the_loss_and_gradients_of_a_single_chunk(
-    num_tokens: int, vocab_size: int, padding: int, chunk: int, cap: float | None, seed: int
+    num_tokens: int, vocab_size: int, padding: int, chunk: int, cap: tuple[float | None, float], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(num_tokens, 8, generator=generator, requires_grad=True)
     weight = torch.randn(vocab_size + padding, 8, generator=generator, requires_grad=True)
     labels = torch.randint(0, vocab_size, (num_tokens,), generator=generator)
     mask = torch.randint(0, 3, (num_tokens,), generator=generator) / 2
-    expected = in_one_piece(hidden, weight[:vocab_size], labels, mask, cap)
+    expected = in_one_piece(hidden, weight[:vocab_size], labels, mask, *cap)
     gradients = torch.autograd.grad(expected / 7, (hidden, weight))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", chunk)
         patch.setattr(loss_module, "MIN_CHUNK_TOKENS", 1)
-        options = {"targets": Targets(labels, mask), "vocabulary": Vocabulary(vocab_size, cap), "group": SINGLE_RANK}
+        options = {"targets": Targets(labels, mask), "vocabulary": Vocabulary(vocab_size, *cap), "group": SINGLE_RANK}
         actual = vocab_parallel_cross_entropy(hidden, weight, **options)
         with torch.no_grad():
             evaluated = vocab_parallel_cross_entropy(hidden, weight, **options)
