@@ -44,7 +44,7 @@ class Family(Layout, Naming):
 
     architecture: str  # class name in config.json
     prefix: str = "model."  # of every tensor but the head; files of the base model without a head omit it
-    ignored: Sequence[str] = ()  # suffixes of tensors that are not weights (buffers in old files)
+    ignored: Sequence[str] = ()  # patterns of names that are no weights of the model (buffers in old files)
     # files may have layers beyond the model's, for multi-token prediction that is left out
     ignores_later_layers: bool = False
 
@@ -158,9 +158,10 @@ def family_of(model_config: ModelConfig, *, name: str | None = None) -> str:
         HuggingFaceError: `name` is unknown, or no family (of that name) can represent the model.
     """
     families = FAMILIES if name is None else {name: _family(name)}
-    lost = {candidate: _lost_fields(model_config, family) for candidate, family in families.items()}
-    for candidate, missing in lost.items():
-        if not missing:
+    lost: dict[str, list[str]] = {}
+    for candidate, family in families.items():
+        lost[candidate] = _lost_fields(model_config, family)
+        if not lost[candidate]:
             return candidate
     reasons = "; ".join(f"{candidate} cannot represent {', '.join(missing)}" for candidate, missing in lost.items())
     raise HuggingFaceError(

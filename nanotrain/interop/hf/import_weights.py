@@ -7,6 +7,7 @@ import_hf        write a folder as a checkpoint of step 0, which `generate`, `di
 
 import re
 from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -110,7 +111,7 @@ def _check(
     present = {
         name: shape
         for name, shape in files.shapes.items()
-        if not name.endswith(tuple(family.ignored)) and name not in needless - expected.keys()
+        if not any(fnmatchcase(name, pattern) for pattern in family.ignored) and name not in needless - expected.keys()
     }
     if family.ignores_later_layers:
         present = {name: shape for name, shape in present.items() if not _is_later_layer(name, expected)}

@@ -55,6 +55,7 @@ class Layout:
     required: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # supported values; the first is written
     fixed: Values = field(default_factory=dict)  # values of the model section that all models of the family have
     written: Values = field(default_factory=dict)  # entries that describe no weights: written and not read
+    renamed: Values = field(default_factory=dict)  # entries that tables and parts have under another name: theirs
     parts: Sequence[Part] = ()
 
     def read(self, raw: Raw) -> Values:
@@ -64,6 +65,7 @@ class Layout:
             HuggingFaceError: an unsupported feature.
         """
         raw = {**self.defaults, **{name: raw[other] for name, other in SYNONYMS if other in raw}, **raw}
+        raw |= {entry: raw[name] for entry, name in self.renamed.items() if name in raw}
         for entry, key in self.entries.items():
             if key in COUNTED and raw.get(entry) is not None:
                 whole_number(raw[entry], entry, high=COUNTED[key])
@@ -89,4 +91,4 @@ class Layout:
         entries["tie_word_embeddings"] = not model_config.untie_embeddings_and_output_weights
         for part in self.parts:
             entries |= part.write(model_config)
-        return entries
+        return {self.renamed.get(entry, entry): value for entry, value in entries.items()}

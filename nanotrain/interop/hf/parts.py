@@ -36,6 +36,8 @@ def read_rope(raw: Raw, *, has_partial: bool = False) -> Values:
     """
     rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     partial_factor = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial_factor is None and raw.get("rotary_dim") is not None:  # MiniMax-M2, as published
+        partial_factor = raw["rotary_dim"] / raw["head_dim"]
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not has_partial and partial_factor not in (1.0, None):
         reject("partial_rotary_factor", partial_factor, instead="1.0")
@@ -117,17 +119,22 @@ def _write_window(model_config: ModelConfig) -> Values:
     return {"sliding_window": None if model_config.window_size is None else model_config.window_size + 1}
 
 
-def _read_layer_windows(raw: Raw) -> Values:
+def _window_layers(raw: Raw) -> tuple[bool, ...]:
     num_layers, skip = raw["num_hidden_layers"], raw["sliding_window_pattern"]
-    kinds = raw.get("layer_types") or [SLIDING if (layer + 1) % skip else FULL for layer in range(num_layers)]
+    first = raw.get("first_full_attention", -1)
+    kinds = raw.get("layer_types") or [SLIDING if (layer - first) % skip else FULL for layer in range(num_layers)]
     for kind in kinds:
         if kind not in (SLIDING, FULL):
             reject("layer_types", kind, instead=f"{SLIDING} or {FULL}")
-    layers, size = tuple(kind == SLIDING for kind in kinds), raw["sliding_window"]
+    if len(kinds) != num_layers:
+        reject("layer_types", f"of {count_of(len(kinds), 'layer')}", instead=f"of {num_layers}")
+    return tuple(kind == SLIDING for kind in kinds)
+
+
+def _read_layer_windows(raw: Raw) -> Values:
+    layers, size = _window_layers(raw), raw["sliding_window"]
     if size is None or not any(layers):
         return {}
-    if len(layers) != num_layers:
-        reject("layer_types", f"of {count_of(len(layers), 'layer')}", instead=f"of {num_layers}")
     return {"window_size": size - 1, "window_attn_skip_freq": "0" if all(layers) else write_pattern(layers)}
 
 
@@ -139,12 +146,22 @@ def _write_layer_windows(model_config: ModelConfig) -> Values:
     }
 
 
-def _read_gpt_oss_rope(raw: Raw) -> Values:
+def _read_rope_in_windows(raw: Raw) -> Values:
+    """EXAONE: in a model with a window, only layers that have it have rotary positions."""
+    without = () if raw["sliding_window"] is None else tuple(not has_window for has_window in _window_layers(raw))
+    return {"no_rope_freq": write_pattern(without) if any(without) else "0"}
+
+
+def _write_rope_in_windows(model_config: ModelConfig) -> Values:
+    return {} if any(model_config.no_rope_layers) or any(model_config.window_layers) else {"sliding_window": None}
+
+
+def _read_rope_or_default(raw: Raw) -> Values:
     has_rope = raw.get("rope_parameters") or raw.get("rope_scaling")
     return read_rope(raw if has_rope else {**raw, "rope_parameters": raw["rope_parameters_of_none"]})
 
 
-def _write_gpt_oss_rope(model_config: ModelConfig) -> Values:
+def _write_rope_or_default(model_config: ModelConfig) -> Values:
     entries = write_rope(model_config)
     if entries["rope_scaling"] is None:  # else transformers takes its own
         entries["rope_parameters"] = {"rope_type": "default", "rope_theta": model_config.rotary_base}
@@ -179,7 +196,8 @@ def _read_full_attention(raw: Raw) -> Values:
     if kinds := set(raw.get("layer_types") or ()) - {FULL}:
         reject("layer_types", sorted(kinds)[0], instead=FULL)
     # Without layer_types the window applies from layer max_window_layers on.
-    has_window = raw.get("use_sliding_window") and not raw.get("layer_types")
+    has_window = raw.get("use_sliding_window") and raw.get("sliding_window", 0) is not None
+    has_window = has_window and not raw.get("layer_types")
     if has_window and raw.get("max_window_layers", 28) < raw["num_hidden_layers"]:
         reject("use_sliding_window", True, instead="false")
     return {}
@@ -230,6 +248,16 @@ def _read_experts(raw: Raw) -> Values:
     if num_mtp_layers := raw.get("num_nextn_predict_layers"):
         values["mtp.num_layers"] = num_mtp_layers
     return values
+
+
+def _read_mlp_types(raw: Raw) -> Values:
+    """A list that says which layers have experts, in place of the number of first layers without."""
+    kinds = raw.get("mlp_layer_types")
+    return {} if kinds is None else expert_layers(tuple(kind == "sparse" for kind in kinds))
+
+
+def _write_mlp_types(model_config: ModelConfig) -> Values:
+    return {"mlp_layer_types": ["sparse" if has_experts else "dense" for has_experts in model_config.moe_layers]}
 
 
 def _write_experts(model_config: ModelConfig) -> Values:
@@ -298,7 +326,7 @@ PARTS: dict[str, Part] = {
     "rope": Part(read_rope, write_rope),
     "partial_rope": Part(partial(read_rope, has_partial=True), write_rope),
     "layered_rope": Part(read_layered_rope, write_layered_rope),
-    "gpt_oss_rope": Part(_read_gpt_oss_rope, _write_gpt_oss_rope),
+    "rope_or_default": Part(_read_rope_or_default, _write_rope_or_default),
     "phi3_rope": Part(_read_phi3_rope, write_rope),
     "no_rope_layers": Part(_read_no_rope, _write_no_rope),
     "window": Part(_read_window, _write_window),
@@ -311,6 +339,8 @@ PARTS: dict[str, Part] = {
     "gpt2_activation": Part(_read_activation, _write_activation),
     "router_losses": Part(write=_write_router),
     "qwen_experts": Part(_read_layers, _write_layers),
+    "rope_in_windows": Part(_read_rope_in_windows, _write_rope_in_windows),
+    "mlp_layer_types": Part(_read_mlp_types, _write_mlp_types),
     "deepseek_experts": Part(_read_experts, _write_experts),
     "router_groups": Part(_read_groups, _write_groups),
     **LAYER_PARTS,

@@ -65,6 +65,14 @@ GLM4_MOE = {
     "routed_scaling_factor": 2.5,
 }
 
+SIGMOID_ROUTER = {
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 2.5,
+}
+
 LAYERED = ["sliding_attention", "full_attention"]
 GEMMA3 = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}
 
@@ -208,6 +216,28 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2", LLAMA_SHAPE | SMALL_TOKENS | {"full_attn_idxs": [1], "block_multiple_of": 16}),
     "lfm2_moe": ("Lfm2Moe", LLAMA_SHAPE | SMALL_TOKENS | LFM2_MOE),
     **MIXTURES,
+    "seed_oss": ("SeedOss", LLAMA_SHAPE | SMALL_TOKENS | {"head_dim": 16, "attention_bias": True}),
+    "arcee": ("Arcee", LLAMA_SHAPE | SMALL_TOKENS),
+    "cwm": ("Cwm", LLAMA_SHAPE | SMALL_TOKENS | {"sliding_window": 7, "head_dim": 16}),
+    "flex_olmo": ("FlexOlmo", LLAMA_SHAPE | SMALL_TOKENS | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "minimax_m2": (
+        "MiniMaxM2",
+        LLAMA_SHAPE
+        | SMALL_TOKENS
+        | {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "dots1": (
+        "Dots1",
+        LLAMA_SHAPE | SIGMOID_ROUTER | {"head_dim": 16, "first_k_dense_replace": 1, "norm_topk_prob": True},
+    ),
+    "solar_open": ("SolarOpen", LLAMA_SHAPE | SIGMOID_ROUTER | {"head_dim": 16, "attention_bias": True}),
+    "exaone_moe": (
+        "ExaoneMoe",
+        LLAMA_SHAPE
+        | SMALL_TOKENS
+        | {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2}
+        | {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 2},
+    ),
 }
 EXPERT_BIASES = ("e_score_correction_bias", "feed_forward.expert_bias")
 CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig"}

@@ -1,0 +1,50 @@
+"""The entries of config.json that published models have and those that they leave out, and what is refused of them."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import transformers
+
+from nanotrain.errors import HuggingFaceError
+from nanotrain.interop.hf.canonical import canonical
+from nanotrain.interop.hf.families import FAMILIES, config_from_hf
+
+DOTS = {"model_type": "dots1", "norm_topk_prob": True, "n_routed_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES.keys() - {"dots1"}))  # whose defaults are refused
+def test_entries_that_are_left_out_have_the_values_of_transformers(kind: str) -> None:
+    ours = canonical(config_from_hf({"model_type": kind}))
+    theirs = canonical(config_from_hf(transformers.AutoConfig.for_model(kind).to_dict()))
+    assert replace(theirs, mtp=ours.mtp) == ours  # transformers counts layers that it does not have
+
+
+@pytest.mark.parametrize(
+    ("entries", "named"),
+    [
+        ({"model_type": "seed_oss", "attention_out_bias": True}, "attention_out_bias"),
+        ({"model_type": "arcee", "hidden_act": "silu"}, "hidden_act"),
+        ({"model_type": "dots1"}, "norm_topk_prob: False"),
+        (DOTS | {"max_window_layers": 2}, "use_sliding_window"),
+        ({"model_type": "minimax_m2", "scoring_func": "softmax"}, "scoring_func"),
+        ({"model_type": "minimax_m2", "use_routing_bias": False}, "use_routing_bias"),
+        ({"model_type": "solar_open", "first_k_dense_replace": 1}, "first_k_dense_replace"),
+        ({"model_type": "exaone_moe", "layer_types": ["full_attention"]}, "layer_types: 'of 1 layer'"),
+        ({"model_type": "cwm", "layer_types": ["chunked_attention"] * 64}, "chunked_attention"),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(entries: dict[str, Any], named: str) -> None:
+    with pytest.raises(HuggingFaceError, match=named):
+        config_from_hf(entries)
+
+
+def test_rotary_positions_follow_the_windows_of_exaone() -> None:
+    entries = {"model_type": "exaone_moe", "num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 32}
+    assert config_from_hf(entries).no_rope_layers == (False, False, False, True)
+    without = config_from_hf(entries | {"sliding_window": None})
+    assert not any(without.no_rope_layers) and without.window_size is None
+
+
+def test_the_rotated_channels_of_minimax_may_be_a_number() -> None:
+    assert config_from_hf({"model_type": "minimax_m2", "rotary_dim": 64}).rotary_percent == 0.5
