@@ -10,17 +10,13 @@ tokens are compared: the number of padding rows depends on the layout, and their
 
 import json
 import os
-import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Column, Table
 
 from nanotrain.checkpoint.compatibility import has_weights_alone, kind_of, vocabulary_rows
 from nanotrain.checkpoint.manifest import ChunkEntry, DamagedCheckpoint, Manifest, TensorEntry
@@ -32,10 +28,9 @@ from nanotrain.config.schema import config_from_dict, unnest
 from nanotrain.errors import CheckpointError, ConfigError
 from nanotrain.log import progress
 from nanotrain.precision.dtypes import TORCH_DTYPES
-from nanotrain.quantities import count_of, describe_bytes
+from nanotrain.quantities import count_of, describe_bytes, table_lines
 from nanotrain.spec.boxes import Box, TensorBox
 
-PLAIN_WIDTH = 120
 COUNTERS = {"consumed_tokens": "tokens", "consumed_samples": "samples"}
 
 
@@ -71,15 +66,14 @@ def describe(path: Path, *, tensors: bool = False) -> str:
         CheckpointError: no complete checkpoint there.
     """
     folder, manifest = find_manifest(Path(path))
-    on_terminal = sys.stdout.isatty()
-    console = Console(force_terminal=on_terminal, width=None if on_terminal else PLAIN_WIDTH, highlight=False)
-    lines = [str(folder), *(f"{title:<11} {text}" for title, text in _summary(manifest))]
-    with console.capture() as capture:
-        console.print("\n".join(lines), soft_wrap=True, markup=False)
-        console.print("", _table("kind", ["tensors", "elements", "dtype", "size"], rows=_kind_rows(manifest)))
-        if tensors:
-            console.print("", _table("tensor", ["shape", "dtype", "chunks", "size"], rows=_tensor_rows(manifest)))
-    return capture.get().rstrip()
+    lines = [str(folder), *(f"{title:<11} {text}" for title, text in _summary(manifest)), ""]
+    lines += table_lines([["kind", "tensors", "elements", "dtype", "size"], *_kind_rows(manifest)], right=(1, 2, 4))
+    if tensors:
+        lines += [
+            "",
+            *table_lines([["tensor", "shape", "dtype", "chunks", "size"], *_tensor_rows(manifest)], right=(1, 3, 4)),
+        ]
+    return "\n".join(lines)
 
 
 def _summary(manifest: Manifest) -> Iterator[tuple[str, str]]:
@@ -127,7 +121,6 @@ def _model_line(manifest: Manifest) -> str:
     return ", ".join(parts)
 
 
-@progress("verifying")
 def verify(path: Path) -> VerifyReport:
     """Read every chunk of a checkpoint, compare its checksum with the manifest's and check that it is finite.
 
@@ -152,8 +145,10 @@ def verify(path: Path) -> VerifyReport:
     for entry in manifest.tensors.values():
         for chunk in entry.chunks:
             chunks_of.setdefault(chunk.file, []).append((chunk, entry.dtype))
-    for file, chunks in track_on_terminal(sorted(chunks_of.items()), "verifying"):
-        faults += _faults_of_file(folder / file, chunks, size=manifest.files[file])
+    with progress("verifying", total=len(chunks_of)) as advance:
+        for file, chunks in sorted(chunks_of.items()):
+            faults += _faults_of_file(folder / file, chunks, size=manifest.files[file])
+            advance(1)
     num_chunks = sum(map(len, chunks_of.values()))
     return VerifyReport(folder, num_chunks, sum(entry.nbytes for entry in manifest.tensors.values()), tuple(faults))
 
@@ -191,23 +186,6 @@ def _tensor_rows(manifest: Manifest) -> Iterator[list[str]]:
     for name, entry in manifest.tensors.items():
         shape = " x ".join(map(str, entry.shape)) or "scalar"
         yield [name, shape, entry.dtype, str(len(entry.chunks)), describe_bytes(entry.nbytes)]
-
-
-def _table(first: str, columns: Iterable[str], *, rows: Iterable[list[str]]) -> Table:
-    headers = [Column(first, no_wrap=True)]
-    headers += [Column(name, no_wrap=True, justify="left" if name == "dtype" else "right") for name in columns]
-    table = Table(*headers, box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-Item = TypeVar("Item")
-
-
-def track_on_terminal(items: Collection[Item], label: str) -> Iterable[Item]:
-    """Yield the items and show how many are done, on a terminal."""
-    return track(items, label, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
 MAX_LISTED = 20
@@ -260,7 +238,11 @@ def diff(first: Path, second: Path) -> CheckpointDifference:
         sides = replace(sides[0], tokens={}), replace(sides[1], tokens={})
     a, b = (side.manifest for side in sides)
     shared = [name for name in a.tensors if name in b.tensors and sides[0].shape(name) == sides[1].shape(name)]
-    differences = [_compare(sides, name=name) for name in track_on_terminal(shared, "comparing")]
+    differences = []
+    with progress("comparing", total=len(shared)) as advance:
+        for name in shared:
+            differences.append(_compare(sides, name=name))
+            advance(1)
     tensors = sorted(filter(None, differences), key=lambda difference: -difference.relative)
     return CheckpointDifference(
         paths=(sides[0].path, sides[1].path),
