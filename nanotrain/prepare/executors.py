@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from shlex import join, quote
 
 from nanotrain.errors import EnvironmentFault, NanotrainError
 from nanotrain.log import get_logger
@@ -46,7 +47,8 @@ def on_ray(job: PartJob, missing: Iterable[Numbered], *, workers: int) -> Iterat
             fix = "start one with `ray start --head`, or set RAY_ADDRESS"
             raise EnvironmentFault("no Ray cluster was found", why=str(error).splitlines()[0], fix=fix) from None
     task = ray.remote(max_retries=-1)(write_part)
-    waiting, job = map(_absolute, missing), replace(job, options=_absolute_options(job.options))
+    options = replace(job.options, output=job.options.output.absolute())
+    waiting, job = map(_absolute, missing), replace(job, options=options)
     running = [task.remote(job, numbered) for numbered in islice(waiting, workers)]
     while running:
         done, running = ray.wait(running)
@@ -87,12 +89,10 @@ def on_slurm(job: PartJob, missing: Iterable[Numbered], *, workers: int) -> Iter
 
 def _submit(options: PrepareOptions, workers: int) -> str:
     """Start the array; returns the id of the job."""
-    program = shutil.which("nanotrain") or "nanotrain"
-    words = options.for_part(0, workers)
-    words[1] = f"$((SLURM_ARRAY_TASK_ID))/{workers}"
-    script = f"#!/bin/sh\ncd {_quoted(os.getcwd())}\nexec {_quoted(program)} prepare " + " ".join(
-        word if word.startswith("$((") else _quoted(word) for word in words
-    )
+    program, (part, _, *words) = shutil.which("nanotrain") or "nanotrain", options.for_part(0, workers)
+    own = f"{part} $((SLURM_ARRAY_TASK_ID))/{workers}"  # a shell computes the number of the task
+    command = f"exec {quote(program)} prepare {own} {join(words)}"
+    script = f"#!/bin/sh\ncd {quote(os.getcwd())}\n{command}"
     line = ["sbatch", "--parsable", f"--array=1-{workers}", f"--output={options.parts}/slurm-%A-%a.out"]
     try:
         submitted = subprocess.run([*line, *options.sbatch], input=script, capture_output=True, text=True, check=True)
@@ -109,14 +109,6 @@ def _is_queued(array: str) -> bool:
     """Whether Slurm still has tasks of a job; True where it cannot be asked."""
     reply = subprocess.run(["squeue", "--noheader", "--jobs", array], capture_output=True, text=True, check=False)
     return bool(reply.stdout.strip()) or (reply.returncode != 0 and "Invalid job id" not in reply.stderr)
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"
-
-
-def _absolute_options(options: PrepareOptions) -> PrepareOptions:
-    return replace(options, output=options.output.absolute())
 
 
 def _absolute(numbered: Numbered) -> Numbered:

@@ -11,7 +11,6 @@ rank:
     join_rows        inverse of it
     previous_tails   the last tokens before every chunk, from the neighbours
     chunk_segments   the segment ids of every chunk, and of tokens before it
-    chunk_starts     where documents begin in every chunk
 
     B batch   n chunks of a rank   C tokens of a chunk   L = n * C
 """
@@ -114,9 +113,3 @@ def chunk_segments(segment_ids: Tensor, group: Group, *, before: int = 0) -> Ten
     numbers = (0,) if group.size == 1 else zigzag_chunks(group.index, group.size)
     chunks = [padded[:, number * length : (number + 1) * length + before] for number in numbers]
     return torch.stack(chunks, dim=1).flatten(0, 1)
-
-
-def chunk_starts(segment_ids: Tensor, group: Group) -> Tensor:
-    """[B * n, C] bool: whether a token of a chunk is the first of a document."""
-    segments = chunk_segments(segment_ids, group, before=1)
-    return segments[:, 1:] != segments[:, :-1]
