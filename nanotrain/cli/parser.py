@@ -4,13 +4,12 @@ import argparse
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from textwrap import TextWrapper
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from nanotrain.config.flags import known_flags, split_settings
 from nanotrain.config.megatron import row_of
@@ -20,7 +19,6 @@ from nanotrain.errors import ConfigError
 from nanotrain.paths import expanded, local_path
 
 Command = Callable[[Sequence[str]], int]
-Number = TypeVar("Number", int, float)
 
 
 @cache
@@ -83,12 +81,12 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}", fix=f"{self.prog} --help lists the arguments")
 
 
-def number(kind: Callable[[str], Number], what: str, *, low: float, high: float) -> Callable[[str], Number]:
-    """The converter of a number from `low` to `high`; `what` names it in errors."""
+def number(what: str, *, low: float, high: float) -> Callable[[str], float]:
+    """The converter of a number from `low` to `high`, of their type; `what` names it in errors."""
 
-    def convert(text: str) -> Number:
+    def convert(text: str) -> float:
         with suppress(ValueError):
-            if low <= (value := kind(text)) <= high:
+            if low <= (value := type(low)(text)) <= high:
                 return value
         raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
 
@@ -117,17 +115,7 @@ TYPES: dict[str, Callable[[str], Any]] = {
     "png_file": png_file,
     "words": shlex.split,
     "whole_numbers": whole_numbers,
-    "count": number(int, "whole number of at least 1", low=1, high=10**12 - 1),
-    "examples": number(int, "whole number of at least 0 and at most 64", low=0, high=64),
-    "seed": number(int, "whole number of at least 0 and below 10^18", low=0, high=10**18 - 1),
-    "port": number(int, "port from 0 to 65535", low=0, high=65_535),  # 0: the system chooses one
-    # the groups of so many ranks are listed within two seconds
-    "world_size": number(int, "whole number of at least 1 and at most 200,000", low=1, high=200_000),
-    "processes": number(int, "whole number of at least 1 and at most 256", low=1, high=256),  # on this machine
-    "tokens": number(float, "number of at least 1", low=1.0, high=1e18),
-    "positive": number(float, "number above 0", low=sys.float_info.min, high=sys.float_info.max),
-    "not_negative": number(float, "number of at least 0", low=0.0, high=sys.float_info.max),
-    "probability": number(float, "probability: it is above 0 and at most 1", low=sys.float_info.min, high=1.0),
+    **{name: number(**row) for name, row in declared(".numbers").items()},
 }
 
 
