@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from nanotrain.planner.hardware import read_data
 from nanotrain.planner.operators import Part
 from nanotrain.planner.prediction import Prediction
 from nanotrain.planner.scenario import Scenario
@@ -10,21 +11,7 @@ from nanotrain.planner.step_time import COMPUTE_RANGE, NETWORK_RANGE, StepTime
 from nanotrain.quantities import describe_bytes
 from nanotrain.spec.counts import flops_per_token
 
-COLLECTIVES = {
-    "before": "input",
-    "after": "output",
-    "first": "output gradient",
-    "again": "input for the weight gradient",
-    "last": "input gradient",
-}
-TOTALS = """\
-compute     sum of these operators over the stages and microbatches of a rank; host: what is launched later than that
-exposed     collectives without the operators beside them; a collective takes steps x latency + bytes / bandwidth
-bubble      end of the schedule without compute, host and exposed seconds of the rank that ends last
-optimizer   {engine.optimizer_bytes:g} bytes per parameter / {shards:,} ranks at {share:.0%} of {bandwidth:.2f} TB/s
-tokens/s    {train.global_batch_size:,} samples x {seq:,} tokens / {time.total:.3f} s / {gpus:,} GPUs = {speed:,.0f}
-MFU         {speed:,.0f} tokens/s x {flops:,.2f} GFLOP per token / {peak:,.0f} TFLOP/s = {time.mfu:.1%}
-range       {compute_range:.0%} of what computes and {network_range:.0%} of what waits for other GPUs"""
+COLLECTIVES, TOTALS = (read_data("explain")[name] for name in ("collectives", "totals"))
 
 
 def explain(prediction: Prediction) -> str:
@@ -68,19 +55,12 @@ def _work(part: Part, scenario: Scenario) -> str:
 
 
 def _totals(time: StepTime) -> str:
-    scenario, gpu, seq_length = time.scenario, time.scenario.gpu, time.scenario.config.data.seq_length
-    return TOTALS.format(
-        time=time,
-        share=gpu.memory_efficiency,
-        engine=scenario.engine,
-        train=scenario.config.train,
-        bandwidth=gpu.memory_bandwidth / 1e12,
-        shards=len(scenario.ranks("dp_shard")),
-        seq=seq_length,
-        gpus=scenario.world_size,
-        speed=time.tokens_per_s_per_gpu,
-        flops=flops_per_token(scenario.shape, seq_length) / 1e9,
-        peak=time.peak_flops / 1e12,
-        compute_range=COMPUTE_RANGE,
-        network_range=NETWORK_RANGE,
-    )
+    scenario, ranges = time.scenario, {"compute_range": COMPUTE_RANGE, "network_range": NETWORK_RANGE}
+    numbers = {
+        "terabytes": scenario.gpu.memory_bandwidth / 1e12,
+        "shards": len(scenario.ranks("dp_shard")),
+        "gigaflops": flops_per_token(scenario.shape, scenario.config.data.seq_length) / 1e9,
+        "peak_tflops": time.peak_flops / 1e12,
+    }
+    text: str = TOTALS.rstrip()
+    return text.format(time=time, scenario=scenario, **numbers, **ranges)
