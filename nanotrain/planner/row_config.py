@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import product
 from typing import Any, get_args
 
 from nanotrain.config.config import Config
@@ -239,16 +238,6 @@ def _model(row: Row, known: Mapping[str, Any]) -> dict[str, Any]:
     ffn = row.number("ffn") or row.assume(4 * hidden, "ffn not stated: 4 x hidden")
     gated = known.get("gated", row.text("engine") == "nanotron" or groups < heads or ffn != 4 * hidden)
     tied = known.get("tied", bool(re.search(r"\btied", row.words("overlap_flags", "note"))))
-    stated = re.search(r"n_params (\d+)", row.text("note"))
-    if stated and not row.number("experts"):  # the kind of MLP and of head whose parameters are as many as stated
-        attention, vocab = 2 * hidden * hidden * (heads + groups) // heads, row.number("vocab") or GPT2_VOCAB_SIZE
-
-        def error(kind: tuple[bool, bool]) -> int:
-            is_gated, is_tied = kind
-            numel = layers * (attention + (2 + is_gated) * hidden * ffn) + (2 - is_tied) * vocab * hidden
-            return abs(numel - int(stated[1]))
-
-        gated, tied = min(product((False, True), (False, True)), key=error)
     values = {
         "num_layers": layers,
         "hidden_size": hidden,

@@ -122,13 +122,6 @@ def test_head_channels_of_a_published_model_are_its_own() -> None:
     assert (shape.head_dim, shape.has_qk_norm) == (128, True)
 
 
-def test_stated_parameters_decide_between_kinds_of_mlp_and_head() -> None:
-    cells = DENSE | {"kv_heads": "32", "ffn": "16384", "zero": "fsdp1 full_shard", "tp": "1", "pp": "1", "vp": "1"}
-    plain, gated = 32 * (4 + 8) * 4096**2 + 128256 * 4096, 32 * (4 + 12) * 4096**2 + 2 * 128256 * 4096
-    shapes = [scenario_of_row(Row(cells | {"note": f"n_params {number}"})).shape for number in (plain, gated)]
-    assert [(shape.is_gated, shape.is_tied) for shape in shapes] == [(False, True), (True, False)]
-
-
 def test_flags_of_megatron_are_read_with_its_defaults() -> None:
     flags = (
         "tensor-model-parallel-size=2 pipeline-model-parallel-size=2 swiglu disable-bias-linear bf16 "
