@@ -27,8 +27,7 @@ from torch import Tensor
 from nanotrain.attention.chunks import accumulate_dtype
 from nanotrain.attention.delta_rule import DeltaInputs, recomputed
 from nanotrain.comm.autograd import eager
-
-CHUNK_SIZE = 64
+from nanotrain.spec.kinds.mamba import CHUNK_SIZE
 
 
 @eager  # a compiled graph would keep what is computed again

@@ -25,6 +25,7 @@ MIXTURES = {
     "mixtral_8x7b": (46_702_792_704, 12_879_925_248, 16),
     "qwen3_30b_a3b": (30_532_122_624, 3_353_032_704, 16),
     "deepseek_v3": (671_026_404_352, 37_552_282_624, 128),  # without multi-token prediction
+    "nemotron3_nano_30b_a3b": (31_577_937_344, 3_580_073_408, 32),
 }
 SMALL = ("tiny", "tiny_moe")
 # layouts for more GPUs

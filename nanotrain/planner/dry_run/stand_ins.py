@@ -39,7 +39,7 @@ def on_meta(plan: Plan) -> Iterator[None]:
             stack.enter_context(patch("torch.nn.attention.bias.causal_lower_right"))
         for owner, name, stand_in in (
             (functional, "scaled_dot_product_attention", _attend),
-            (functional, "rms_norm", _RMSNorm.apply),
+            (functional, "rms_norm", _rms_norm),
             *((kernel, "__call__", _attend_packed) for kernel in kernels),
             (loss, "softmax_gradient", _softmax_gradient),
             (grouped, "_grouped_mm", _grouped_mm),
@@ -67,18 +67,24 @@ def _attend_packed(_: Any, query: Tensor, *, key: Tensor, value: Tensor, **__: A
     return _attend(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
 
 
+def _rms_norm(x: Tensor, *args: Any, **_: Any) -> Tensor:
+    """Arguments as those of torch: the shape, and the weight where there is one."""
+    out: Tensor = _RMSNorm.apply(x, args[1] if len(args) > 1 else None)
+    return out
+
+
 class _RMSNorm(torch.autograd.Function):
     """One kernel, which saves its input and one number per row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), None, torch.empty_like(weight), None
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:

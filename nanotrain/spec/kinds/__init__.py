@@ -24,7 +24,9 @@ MIXERS: dict[str, LayerKind] = {
         delta_net.gated_delta_net, delta_net.saved_bytes, delta_net.sequence_flops, cp_bytes=delta_net.cp_bytes
     ),
     "kda": LayerKind(delta_net.kda, delta_net.saved_bytes, delta_net.sequence_flops, cp_bytes=delta_net.cp_bytes),
-    "mamba2": LayerKind(mamba.declare, mamba.saved_bytes, mamba.sequence_flops, cp_bytes=mamba.cp_bytes),
+    "mamba2": LayerKind(
+        mamba.declare, mamba.saved_bytes, mamba.sequence_flops, mamba.working_bytes, cp_bytes=mamba.cp_bytes
+    ),
     "short_conv": LayerKind(short_conv.declare, short_conv.saved_bytes, cp_bytes=short_conv.cp_bytes),
 }
 MLPS: dict[str, LayerKind] = {

@@ -119,7 +119,11 @@ class Activations:
         return (self.outside + self.tokens) * self.width + weight * (not self.writes_head)
 
     def block_working(self) -> int:
-        """Temporaries of the backward of a block: gradients of hidden states, inside the MLP and of experts."""
+        """Temporaries of the backward of a block: those of its MLP or of what is in the place of attention."""
+        return max(self._mlp_working(), *(MIXERS[kind].working_bytes(self) for kind in self.shape.mixers if kind), 0)
+
+    def _mlp_working(self) -> int:
+        """Gradients of hidden states, inside the MLP and of experts."""
         moe = self.shape.moe if self.has_experts else None
         inner = max(self.shape.ffn_size, moe.router_topk * self.shape.moe_ffn_size if moe else 0) // self.tp
         if self.device == "cpu":

@@ -97,7 +97,7 @@ NEMOTRON_H = {
     "topk_group": 2,
     "max_position_embeddings": 64,
     "vocab_size": VOCAB,
-    "time_step_min": 0.3,
+    "time_step_min": 0.05,
 }
 GRANITE = {
     "mamba_n_heads": 8,
@@ -205,7 +205,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         LLAMA_SHAPE
         | GRANITE
         | {"num_local_experts": 0, "layer_types": HYBRID[:2], "tie_word_embeddings": True}
-        | {"time_step_limit": (0.3, float("inf"))},
+        | {"time_step_limit": (1.3, float("inf"))},
     ),
     "granitemoehybrid-attention": (
         "GraniteMoeHybrid",

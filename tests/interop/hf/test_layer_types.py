@@ -1,11 +1,13 @@
 """config.json of hybrid families: the kinds of layers in old and new entries, refused entries."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import transformers
 
+from nanotrain.config.load import load
 from nanotrain.config.model import ModelConfig
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical
@@ -35,6 +37,25 @@ def test_layers_have_the_names_of_every_version() -> None:
     assert read("granitemoehybrid", layer_types=None).mixers == ("mamba2",) * 3
     assert read("lfm2", layer_types=None, full_attn_idxs=[1]) == read("lfm2")
     assert read("lfm2", layer_types=None).linear_attention_type is None
+
+
+def test_the_published_layout_of_nemotron_3_nano_is_that_of_its_recipe() -> None:
+    """The config.json of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B, as published, without what only its own code reads."""
+    raw = json.loads("""{"architectures": ["NemotronHForCausalLM"], "attention_bias": false, "chunk_size": 128,
+        "conv_kernel": 4, "expand": 2, "head_dim": 128, "hidden_size": 2688, "initializer_range": 0.02,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "intermediate_size": 1856,
+        "layer_norm_epsilon": 1e-05, "mamba_head_dim": 64, "mamba_hidden_act": "silu", "mamba_num_heads": 64,
+        "mamba_proj_bias": false, "max_position_embeddings": 262144, "mlp_bias": false, "mlp_hidden_act": "relu2",
+        "model_type": "nemotron_h", "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+        "n_group": 1, "n_groups": 8, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": true,
+        "num_attention_heads": 32, "num_experts_per_tok": 6, "num_hidden_layers": 52, "num_key_value_heads": 2,
+        "partial_rotary_factor": 1.0, "rescale_prenorm_residual": true, "residual_in_fp32": false,
+        "rope_theta": 10000, "routed_scaling_factor": 2.5, "sliding_window": null, "ssm_state_size": 128,
+        "tie_word_embeddings": false, "time_step_floor": 0.0001, "time_step_limit": [0.0, Infinity],
+        "time_step_max": 0.1, "time_step_min": 0.001, "topk_group": 1, "use_bias": false, "use_conv_bias": true,
+        "vocab_size": 131072}""")
+    recipe = load(["+config=nemotron3_nano_30b_a3b"], to_train=False).config.model
+    assert canonical(config_from_hf(raw)) == canonical(replace(recipe, moe=replace(recipe.moe, aux_loss_coeff=[0.0])))
 
 
 def test_borders_of_pipeline_stages_are_no_property_of_a_checkpoint() -> None:

@@ -43,6 +43,7 @@ FEWER = "--num-layers 2"
 SMALLER = f"{FEWER} --global-batch-size 64"
 TWICE = "--num-layers 4 --global-batch-size 64"  # as many layers
 DEEPSEEK = "--num-layers 5 --moe-layer-freq [0]*3+[1]*2 --pipeline-model-parallel-size 2"
+NEMOTRON = "--num-layers 6 --hybrid-layer-pattern ME*MEM --pipeline-model-parallel-size 2 --global-batch-size 64"
 RECIPES: dict[str, tuple[Any, ...]] = {
     "tiny": (12, "--mock-data"),
     "tiny_moe": (12, "--mock-data --expert-model-parallel-size 4", 12, "--mock-data"),
@@ -54,6 +55,7 @@ RECIPES: dict[str, tuple[Any, ...]] = {
     "qwen3_8b": (4, f"{TWICE} --data-parallel-sharding-strategy optim_grads_params", 1024, ""),
     "qwen3_30b_a3b": (16, f"{TWICE} --pipeline-model-parallel-size 4", 1024, ""),
     "mixtral_8x7b": (32, FEWER, 1024, ""),
+    "nemotron3_nano_30b_a3b": (16, NEMOTRON, 1024, ""),
     "deepseek_v3": (16, f"{DEEPSEEK} --expert-model-parallel-size 8 --global-batch-size 64", 2048, ""),
 }
 

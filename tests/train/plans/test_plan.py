@@ -36,6 +36,7 @@ CLUSTERS: list[tuple[str, int, str]] = [
     ("llama70b", 256, ""),
     ("mixtral_8x7b", 32, ""),
     ("qwen3_30b_a3b", 16, ""),
+    ("nemotron3_nano_30b_a3b", 32, ""),
     ("deepseek_v3", 1024, ""),
 ]
 LAYOUT_70B = "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4"
