@@ -43,6 +43,7 @@ class MLAConfig:
     qk_head_dim: int = option(128, "channels of a query/key head without positions", check=at_least(1))
     qk_pos_emb_head_dim: int = option(64, "rotary channels of a query/key head", check=at_least(1))
     v_head_dim: int = option(128, "channels of a value head", check=at_least(1))
+    compressed_norm_epsilon: float | None = option(None, "MLA: norm_epsilon of the norms of compressed queries, keys and values; unset: as in the others", check=above(0))
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class LinearAttentionConfig:
     value_head_dim: int = option(128, "linear attention: channels of a value head", check=at_least(1))
     num_key_heads: int = option(16, "linear attention: query and key heads", check=at_least(1))
     num_value_heads: int = option(32, "linear attention: value heads", check=at_least(1))
+    allow_neg_eigval: bool = option(False, "linear attention: corrections of up to twice the error, so states may change their sign (OLMo Hybrid)")
+    norm_epsilon: float | None = option(None, "linear attention: norm_epsilon of the norm of its outputs; unset: as in the others", check=above(0))
+    norm_placement: NormPlacement | None = option(None, "linear attention: norm_placement of its layers; unset: as in the others (OLMo Hybrid: pre beside post)")
 
 
 @dataclass(frozen=True)

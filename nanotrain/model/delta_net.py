@@ -58,7 +58,8 @@ class GatedDeltaNet(nn.Module):
         names = ("query_conv", "key_conv", "value_conv")
         self.query_conv, self.key_conv, self.value_conv = (conv(params.submodule(name)) for name in names)
         self.add_gates(params, parallel)
-        self.norm = RMSNorm(params["norm.weight"], eps=model_config.norm_epsilon)
+        self.norm = RMSNorm(params["norm.weight"], eps=sizes.norm_epsilon or model_config.norm_epsilon)
+        self.max_beta = 2.0 if sizes.allow_neg_eigval else 1.0
         self.output = RowParallelLinear(*params.linear("output"), tensor_parallel=parallel.tp)
         self.dropout = HiddenDropout(model_config.hidden_dropout, layer, DropoutPlace.attention, parallel.tp)
         self.scan: Callable[[DeltaInputs], Tensor]
@@ -84,7 +85,7 @@ class GatedDeltaNet(nn.Module):
             key=self.key_conv(key, context).unflatten(-1, (-1, self.key_head_dim)),
             value=self.value_conv(value, context).unflatten(-1, (-1, self.value_head_dim)),
             decay=-self.decay.to(dtype).exp()[:, None] * steps,
-            beta=beta.to(dtype).sigmoid()[..., None],
+            beta=self.max_beta * beta.to(dtype).sigmoid()[..., None],
             starts=context.starts,
         )
         out = self.norm(self.scan(inputs)).flatten(2) * self.activation(gate)

@@ -17,6 +17,7 @@ pair neighbours; permuting the rows of query_up and kv_down that produce rotary 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -57,15 +58,17 @@ class MultiLatentAttention(nn.Module):
         self.compressed_sizes = (shape.mla.kv_lora_rank, shape.mla.qk_pos_emb_head_dim)
         sharded = partial(ColumnParallelLinear, tensor_parallel=parallel.tp)
         replicated = partial(ColumnParallelLinear, tensor_parallel=parallel.tp.unsharded)
+        epsilon = shape.mla.compressed_norm_epsilon or model_config.norm_epsilon
+        latent_norm = partial(build_norm, replace(model_config, norm_epsilon=epsilon))
         self.query: ColumnParallelLinear | None = None
         if shape.mla.q_lora_rank is None:
             self.query = sharded(*params.linear("query"))
         else:
             self.query_down = replicated(*params.linear("query_down"))
-            self.query_latent_norm = build_norm(model_config, params.submodule("query_latent_norm"))
+            self.query_latent_norm = latent_norm(params.submodule("query_latent_norm"))
             self.query_up = sharded(*params.linear("query_up"))
         self.kv_down = replicated(*params.linear("kv_down"))
-        self.kv_latent_norm = build_norm(model_config, params.submodule("kv_latent_norm"))
+        self.kv_latent_norm = latent_norm(params.submodule("kv_latent_norm"))
         self.kv_up = sharded(*params.linear("kv_up"))
         self.output = RowParallelLinear(*params.linear("output"), tensor_parallel=parallel.tp)
         self.dropout = HiddenDropout(model_config.hidden_dropout, layer, DropoutPlace.attention, parallel.tp)

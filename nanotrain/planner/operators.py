@@ -150,10 +150,10 @@ class Layers(RankSizes):
         parts: Parts = []
         if mixer is not None:
             known = {"attention": self.attention, "mla": self.mla}
-            parts += [*self.norms(), *known.get(mixer, self.declared)(layer)]
+            parts += [*self.norms(layer), *known.get(mixer, self.declared)(layer)]
         if mlp is not None:
             inner = self.experts() if mlp == "moe" else self.mlp("mlp", self.shape.ffn_size)
-            parts += [*self.norms(), *inner]
+            parts += [*self.norms(layer), *inner]
         return parts
 
     def declared(self, layer: int) -> Parts:
@@ -169,14 +169,13 @@ class Layers(RankSizes):
         seconds = flops / self.gpu.peak(self.dtype)
         return [*parts[:-1], Part("linear_attn", seconds, 2 * seconds, launches=(10, 20, 0), flops=flops), parts[-1]]
 
-    def norms(self) -> Parts:
+    def norms(self, layer: int) -> Parts:
         """The norm before attention or the MLP, and the addition to the residual stream after it."""
-        count = self.shape.has_pre_norm + self.shape.has_post_norm
         norm = self.memory("layernorm", 2 * self.outside * self.width, backward=3 * self.outside * self.width)
         passes = 1 if self.engine.fused else 3  # a fused addition reads only what the norm does not
         passes += self.config.model.hidden_dropout > 0
         add = self.memory("add", passes * self.outside * self.width, backward=passes * self.outside * self.width)
-        return [norm] * count + [add]
+        return [norm] * sum(self.shape.norms_of(layer)) + [add]
 
     def attention(self, layer: int) -> Parts:
         """Query, key and value, rotary positions, core attention, output."""

@@ -62,9 +62,7 @@ def embedding(declare: Declaration, *, has_positions: bool) -> Specs:
 def layer(declare: Declaration, index: int) -> Specs:
     """A transformer layer, by its index in the model: norm and attention, norm and MLP, or one of the two."""
     shape, (mixer, mlp) = declare.shape, declare.shape.kinds(index)
-    before, after = (
-        (norm(declare, shape.hidden_size) if has else ()) for has in (shape.has_pre_norm, shape.has_post_norm)
-    )
+    before, after = ((norm(declare, shape.hidden_size) if has else ()) for has in shape.norms_of(index))
     specs: Specs = ()
     for name, kinds, kind in (("attention", MIXERS, mixer), ("mlp", MLPS, mlp)):
         if kind is not None:

@@ -6,7 +6,15 @@ Parameters, FLOPs, modules and Hugging Face files read these sizes; none of them
 from dataclasses import dataclass, fields
 from typing import Self
 
-from nanotrain.config.model import LinearAttentionConfig, MambaConfig, MLAConfig, ModelConfig, MoEConfig
+from nanotrain.config.model import (
+    DELTA_RULES,
+    LinearAttentionConfig,
+    MambaConfig,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    NormPlacement,
+)
 
 
 @dataclass(frozen=True)
@@ -29,8 +37,7 @@ class ModelShape:
     has_norm_bias: bool  # norms have a bias (LayerNorm)
     has_qk_norm: bool  # a norm per query and key head, of the kind of the others
     has_wide_qk_norm: bool  # one RMSNorm over all query heads and one over all key heads
-    has_pre_norm: bool  # norms of the inputs of attention and MLP
-    has_post_norm: bool  # norms of their outputs
+    norm_placement: NormPlacement  # of the inputs of attention and MLP, of their outputs, or both
     norm_init: float  # initial value of norm weights
     has_sink: bool  # a learned score per query head that every query attends to
     is_tied: bool  # the head reads the word embedding
@@ -72,8 +79,6 @@ class ModelShape:
             has_norm_bias=model_config.normalization == "LayerNorm",
             has_qk_norm=model_config.qk_layernorm and not model_config.qk_layernorm_across_heads,
             has_wide_qk_norm=model_config.qk_layernorm and model_config.qk_layernorm_across_heads,
-            has_pre_norm=model_config.norm_placement != "post",
-            has_post_norm=model_config.norm_placement != "pre",
             norm_init=0.0 if model_config.apply_layernorm_1p else 1.0,
             has_sink=model_config.softmax_type == "learnable",
             has_output_gate=model_config.attention_output_gate,
@@ -86,6 +91,12 @@ class ModelShape:
         """The kinds of attention and MLP of a layer, by its index in the model."""
         index = self._kind_of(layer)
         return self.mixers[index], self.mlps[index]
+
+    def norms_of(self, layer: int) -> tuple[bool, bool]:
+        """Whether a layer, by its index in the model, has norms of inputs of attention and MLP, and of outputs."""
+        linear = self.linear_attention if self.kinds(layer)[0] in DELTA_RULES else None
+        placement = self.norm_placement if linear is None else linear.norm_placement or self.norm_placement
+        return placement != "post", placement != "pre"
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, by its index in the model, is a mixture of experts."""

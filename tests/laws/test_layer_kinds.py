@@ -69,6 +69,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 8,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 6,
+        "linear_allow_neg_eigval": True,
+        "linear_norm_epsilon": 1e-2,
+        "linear_norm_placement": "pre",
+        "norm_placement": "post",
         "hidden_dropout": 0.1,
     },
 }

@@ -105,9 +105,10 @@ class Activations:
     def block(self, layer: int, modules: Collection[str] = ()) -> int:
         """A transformer block: the inputs and statistics of both norms, attention, and MLP or experts."""
         mixer, mlp = self.shape.kinds(layer)
-        num_halves, keeps_normed = (mixer is not None) + (mlp is not None), "layernorm" not in modules
+        num_halves, (has_pre, has_post) = (mixer is not None) + (mlp is not None), self.shape.norms_of(layer)
+        keeps_normed = not has_pre or "layernorm" not in modules
         kept = self.outside * num_halves * (self.width + keeps_normed * 2 * FP32)
-        if self.shape.has_pre_norm and self.shape.has_post_norm:  # those of the outputs are never recomputed
+        if has_pre and has_post:  # those of the outputs are never recomputed
             kept += self.outside * num_halves * (self.width + FP32)
         if mixer is not None:
             kept += keeps_normed * self.outside * self.width + MIXERS[mixer].saved_bytes(self, layer, modules=modules)
