@@ -49,6 +49,11 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
     without, windows = model_config.no_rope_layers, model_config.window_layers
     linear = tuple(mixer is not None and mixer == model_config.linear_attention_type for mixer in shape.mixers)
     is_mixed = any(linear) and not all(linear) and model_config.hybrid_layer_pattern is None
+    epsilon, mla, linear_sizes = model_config.norm_epsilon, model_config.mla, model_config.linear_attention
+    if mla is not None and mla.compressed_norm_epsilon == epsilon:
+        mla = replace(mla, compressed_norm_epsilon=None)
+    if linear_sizes is not None and linear_sizes.norm_epsilon == epsilon:
+        linear_sizes = replace(linear_sizes, norm_epsilon=None)
     has_all_windows = model_config.window_size is None or all(windows)
     pattern = model_config.hybrid_layer_pattern
     return replace(
@@ -57,6 +62,8 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
         ffn_hidden_size=None if all(shape.moe_layers) else shape.ffn_size,
         mtp=replace(model_config.mtp, num_layers=shape.num_mtp_layers or None),
         moe=moe,
+        mla=mla,
+        linear_attention=linear_sizes,
         softmax_scale=None if is_usual else scale,
         rotary_base_local=None if is_shared else local,
         no_rope_freq=write_pattern(without) if any(without) else "0",

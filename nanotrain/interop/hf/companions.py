@@ -23,7 +23,7 @@ from nanotrain.data.corpus_info import is_same_tokenizer
 from nanotrain.data.tokenizer import VOCABULARY_FILES, FastTokenizer, SlowTokenizer, first_line, load_with_files
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical, free_keys
-from nanotrain.interop.hf.families import MAX_CONFIG_BYTES, model_from_hf, read_config
+from nanotrain.interop.hf.families import MAX_CONFIG_BYTES, model_from_hf, read_config, read_full_config
 from nanotrain.runs.files import write_bytes, write_text
 from nanotrain.untrusted import own_file, read_file
 
@@ -82,7 +82,7 @@ class Companions:
             for name in ("dtype", "torch_dtype"):
                 if name in kept or (name == "torch_dtype" and "dtype" not in kept):
                     kept[name] = written["torch_dtype"]
-            return kept, self.origin / CONFIG_FILE if kept == raw else None
+            return kept, self.origin / CONFIG_FILE if kept == read_full_config(self.origin) else None
         tokens = {name: raw[name] for name in SPECIAL_TOKENS if name in raw}
         return {**written, **(tokens if self.has_own_tokenizer else {})}, None
 

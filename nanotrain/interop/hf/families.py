@@ -51,9 +51,7 @@ class Family(Layout, Naming):
     @property
     def namings(self) -> tuple[Naming, ...]:
         """The names that files may have; the first ones are written."""
-        if not self.other_layers:
-            return (self,)
-        return self, replace(self, layers={**self.layers, **self.other_layers})
+        return self, *(replace(self, layers={**self.layers, **other}) for other in self.other_layers)
 
 
 def load_families(path: Path = TABLES) -> dict[str, Family]:
@@ -84,9 +82,10 @@ def _family_of_row(row: dict[str, Any]) -> Family:
     row["fixed"] = {key: convert(KEYS[f"model.{key}"], value) for key, value in row.get("fixed", {}).items()}
     row["required"] = {entry: values for entry, values in row.get("required", {}).items() if values}
     row["parts"] = [PARTS[name] for name in row["parts"]]
-    for table in ("layers", "other_layers"):
-        names = row.get(table, {}).items()
-        row[table] = {module: HFName(**(name if isinstance(name, dict) else {"name": name})) for module, name in names}
+    row["layers"], *row["other_layers"] = (
+        {module: HFName(**(name if isinstance(name, dict) else {"name": name})) for module, name in table.items()}
+        for table in (row["layers"], *row.get("other_layers", []))
+    )
     return Family(**row)
 
 
@@ -138,11 +137,22 @@ def model_from_hf(folder: Path) -> ModelConfig:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a folder.
+    """The parsed config.json of a folder; of a model that sees images too, that of its text model.
 
     Raises:
         HuggingFaceError: no such folder, no config.json, or not a JSON object.
     """
+    raw = read_full_config(folder)
+    text = raw["text_config"] if isinstance(raw.get("text_config"), dict) else {}
+    kind, of_text = str(raw.get("model_type")), str(text.get("model_type"))
+    if kind in FAMILIES or of_text not in FAMILIES:
+        return raw
+    shared = {key: raw[key] for key in ("quantization_config", "tie_word_embeddings") if key in raw}
+    return shared | text | {"architectures": [FAMILIES[of_text].architecture]}
+
+
+def read_full_config(folder: Path) -> dict[str, Any]:
+    """The parsed config.json of a folder as it is; see `read_config`."""
     path = folder / "config.json"
     try:
         return object_of(parse_json(read_file(own_file(path), most=MAX_CONFIG_BYTES), allow_nan=True), "it")

@@ -56,7 +56,11 @@ class WeightReader:
         family = FAMILIES[raw["model_type"]]
         self._files = WeightFiles(folder, prefix=family.prefix, block_size=fp8_block_size(raw))
         candidates = [map_parameters(model_config, naming) for naming in family.namings]
-        self._mappings = max(candidates, key=lambda each: len(tensor_shapes(each).keys() & self._files.shapes.keys()))
+        present = self._files.shapes.keys()
+        self._mappings = {
+            name: max((each[name] for each in candidates), key=lambda mapping: mapping.tensor_shapes.keys() <= present)
+            for name in candidates[0]
+        }
         copies = {copy for names in mtp_copies(model_config, family).values() for copy in names}
         _check(self._files, self._mappings, family=family, needless=copies)
 

@@ -3,12 +3,15 @@
 nemotron_h_layers   one letter per layer, which is Mamba-2, attention, an MLP or experts alone
 granite_layers      Mamba-2 in place of attention in some layers; experts in all layers or in none
 lfm2_layers         short convolutions in place of attention in some layers
+linear_layers       the gated delta rule in place of attention in some layers
+kimi_linear         KDA in place of MLA in some layers, in entries of two kinds
 dense_first_layers  experts in all layers but the first ones
 """
 
 import math
+from collections.abc import Sequence
 
-from nanotrain.config.model import ModelConfig, MoEConfig
+from nanotrain.config.model import LinearAttentionConfig, ModelConfig, MoEConfig
 from nanotrain.config.notation import write_pattern
 from nanotrain.interop.hf.canonical import resolved
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
@@ -16,6 +19,7 @@ from nanotrain.quantities import count_of, round_up
 from nanotrain.spec.shape import ModelShape
 
 # Names of transformers 5 and those that every version reads.
+FULL, LINEAR = "full_attention", "linear_attention"
 KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
 LETTERS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
 
@@ -113,6 +117,62 @@ def _write_lfm2(model_config: ModelConfig) -> Values:
     return {"block_auto_adjust_ff_dim": False, "full_attn_idxs": attention, "layer_types": kinds}
 
 
+def layers_of(kind: str, kinds: Sequence[str], *, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer is of this kind, where the others have full attention."""
+    for other in kinds:
+        if other not in (kind, FULL):
+            reject("layer_types", other, instead=f"{kind} or {FULL}")
+    if len(kinds) != num_layers:
+        reject("layer_types", f"of {count_of(len(kinds), 'layer')}", instead=f"of {num_layers}")
+    return tuple(other == kind for other in kinds)
+
+
+def _read_linear_layers(raw: Raw) -> Values:
+    num_layers, interval = raw["num_hidden_layers"], raw.get("full_attention_interval") or 4
+    kinds = raw.get("layer_types") or [LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
+    layers = layers_of(LINEAR, kinds, num_layers=num_layers)
+    if not any(layers):
+        reject("layer_types", FULL, instead=f"{LINEAR} in some layer")
+    return {"linear_attention_freq": "0" if all(layers) else write_pattern(layers)}
+
+
+def _write_linear_layers(model_config: ModelConfig) -> Values:
+    kind = model_config.linear_attention_type
+    return {"layer_types": [LINEAR if mixer == kind else FULL for mixer in model_config.mixers]}
+
+
+def _read_kimi_linear(raw: Raw) -> Values:
+    """Layers, in the entries that Moonshot's code reads (numbers from 1) or in those of transformers."""
+    linear, num_layers = raw.get("linear_attn_config") or {}, raw["num_hidden_layers"]
+    for entry in ("gate_lower_bound", "use_full_rank_gate"):
+        if linear.get(entry):
+            reject(f"{entry} in linear_attn_config", linear[entry], instead="none")
+    full = linear.get("full_attn_layers", range(5, num_layers + 1, 4))
+    kinds = raw.get("layer_types") or [FULL if layer in full else LINEAR for layer in range(1, num_layers + 1)]
+    heads, width = linear.get("num_heads", raw["linear_num_heads"]), linear.get("head_dim", raw["linear_head_dim"])
+    values = _read_linear_layers({**raw, "layer_types": kinds})
+    if mlps := raw.get("mlp_layer_types"):
+        values |= expert_layers(tuple(mlp == "sparse" for mlp in mlps))
+    values["linear_attention.conv_kernel_dim"] = linear.get("short_conv_kernel_size", raw["linear_conv_kernel_dim"])
+    values |= {f"linear_attention.num_{name}_heads": heads for name in ("key", "value")}
+    return values | {f"linear_attention.{name}_head_dim": width for name in ("key", "value")}
+
+
+def _write_kimi_linear(model_config: ModelConfig) -> Values:
+    linear, moe = model_config.linear_attention or LinearAttentionConfig(), resolved(model_config).moe or MoEConfig()
+    entries, numbered = _write_linear_layers(model_config), [*enumerate(model_config.mixers, start=1)]
+    entries["linear_attn_config"] = {
+        "full_attn_layers": [layer for layer, mixer in numbered if mixer != "kda"],
+        "head_dim": linear.key_head_dim,
+        "kda_layers": [layer for layer, mixer in numbered if mixer == "kda"],
+        "num_heads": linear.num_key_heads,
+        "short_conv_kernel_size": linear.conv_kernel_dim,
+    }
+    entries["num_expert_group"] = moe.router_num_groups or 1
+    num_shared = (moe.shared_expert_intermediate_size or 0) // (moe.ffn_hidden_size or 1)
+    return entries | {"num_shared_experts": num_shared}
+
+
 def expert_layers(layers: tuple[bool, ...]) -> Values:
     """The pattern of the layers with experts; where all have them, no layer has an MLP of `intermediate_size`."""
     return {"moe.layer_freq": write_pattern(layers)} | ({"ffn_hidden_size": None} if all(layers) else {})
@@ -138,5 +198,7 @@ LAYER_PARTS: dict[str, Part] = {
     "nemotron_h_layers": Part(_read_pattern, _write_pattern),
     "granite_layers": Part(_read_granite, _write_granite),
     "lfm2_layers": Part(_read_lfm2, _write_lfm2),
+    "linear_layers": Part(_read_linear_layers, _write_linear_layers),
+    "kimi_linear": Part(_read_kimi_linear, _write_kimi_linear),
     "dense_first_layers": Part(_read_dense_first, _write_dense_first),
 }

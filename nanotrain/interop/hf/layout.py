@@ -23,6 +23,9 @@ SYNONYMS = (
     ("n_positions", "n_ctx"),
     ("tie_word_embeddings", "tie_embedding"),
     ("intermediate_size", "block_ff_dim"),
+    ("num_experts_per_tok", "num_experts_per_token"),
+    ("n_group", "num_expert_group"),
+    ("n_shared_experts", "num_shared_experts"),
 )
 # Largest numbers of what is listed one by one.
 COUNTED = {"num_layers": 1000, "moe.num_experts": 4096, "mtp.num_layers": 100, "all experts": 1 << 17}

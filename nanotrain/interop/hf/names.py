@@ -8,12 +8,13 @@ Shapes come from the declared parameters. Import and export both read these mapp
 
 Most parameters are one tensor. Some are a slice of one (GPT-2's query, key and value; gate and up of fused experts).
 Stacked experts are one tensor per expert where a family stores them apart. Some have their rows in another order
-(rotary channels of DeepSeek-V3).
+(rotary channels of DeepSeek-V3; query, key, value and gate of Qwen3-Next, head by head).
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from torch import Tensor
 
@@ -34,6 +35,7 @@ class HFName:
     fused: Sequence[str] = ()  # the modules, itself among them, that the tensor concatenates along the outputs
     transposed: bool = False  # a matrix is stored as [inputs, outputs]
     interleaved: Sequence[int] = (0, 1)  # of modules whose outputs alternate in the tensor: which, of how many
+    groups: str = ""  # where outputs are in groups with a part of every fused module: their number in `ModelShape`
     is_full: bool = False  # the name has no ".weight" appended
     has_neighbour_pairs: bool = False  # rotary channels are stored so that neighbours are a pair; with MLA
     unsqueezed: Sequence[int] = ()  # dims of size 1 that the tensor of a weight has and the parameter has not
@@ -45,9 +47,10 @@ class Naming:
 
     ends: Mapping[str, str]  # names of embedding, final norm and head
     layer: str  # prefix of the tensors of a layer, with {layer}
-    # names relative to that prefix, by module name in a layer: "attention.query", or "mamba2.query" in those of a kind
+    # names relative to that prefix, by module name in a layer ("attention.query"), or with the kind of the layer in
+    # place of "attention" ("kda.query", "kda_norm")
     layers: Mapping[str, HFName]
-    other_layers: Mapping[str, HFName] = field(default_factory=dict)  # names that are read and never written
+    other_layers: Sequence[Mapping[str, HFName]] = ()  # names that are read and never written
     # of a layer of multi-token prediction, whose numbers follow those of the model: what it has beside a layer, and
     # the ends of the model that it has a copy of, both relative to that prefix
     mtp: Mapping[str, str] = field(default_factory=dict)
@@ -101,15 +104,20 @@ def _map(name: str, sizes: Mapping[str, tuple[int, ...]], *, naming: Naming, sha
         names = naming.mtp if depth and not prefix.endswith("block.") else naming.layers
         number = int(layer) if layer else shape.mtp_layers[int(depth)]
         parent, kind = f"{naming.layer.format(layer=number)}.", str(shape.kinds(number)[0])
-    keys = [key for each in (re.sub(r"^attention\b", kind, module), module) for key in (f"{each}.{leaf}", each)]
+    keys = [key for each in (re.sub("^attention", kind, module), module) for key in (f"{each}.{leaf}", each)]
     known = next((names[key] for key in keys if key in names), None)
     assert known is not None, f"{name} has no name in this family: the exported model would lack it"
     hf = known if isinstance(known, HFName) else HFName(known)
     own, offset, num_outputs = sizes[name], 0, None
+    rows = _neighbour_rows(own[0], shape) if hf.has_neighbour_pairs else None
     if hf.fused:
         dim = max(0, len(own) - 2)
         outputs = [sizes[f"{prefix}{part}.{leaf}"][dim] for part in hf.fused]
         offset, num_outputs = sum(outputs[: hf.fused.index(module)]), sum(outputs)
+    if hf.groups:
+        num_groups = attrgetter(hf.groups)(shape)
+        width, stride, first = (size // num_groups for size in (own[0], num_outputs or own[0], offset))
+        rows = tuple(row // width * stride + first + row % width for row in range(own[0]))
     return TensorMapping(
         parent + (hf.name if hf.is_full else f"{hf.name}.{leaf}"),
         own,
@@ -118,8 +126,8 @@ def _map(name: str, sizes: Mapping[str, tuple[int, ...]], *, naming: Naming, sha
         is_bias=leaf == "bias" and len(own) >= 2,
         offset=offset,
         num_outputs=num_outputs,
-        rows=_neighbour_rows(own[0], shape) if hf.has_neighbour_pairs else None,
-        unsqueezed=hf.unsqueezed if len(own) == 2 else (),
+        unsqueezed=() if leaf == "bias" else hf.unsqueezed,
+        rows=rows,
     )
 
 

@@ -15,12 +15,11 @@ from nanotrain.config.model import ModelConfig, MoEConfig, YarnConfig
 from nanotrain.config.notation import write_pattern
 from nanotrain.config.schema import value_of, with_values
 from nanotrain.interop.hf.canonical import resolved
-from nanotrain.interop.hf.layer_types import LAYER_PARTS, expert_layers
+from nanotrain.interop.hf.layer_types import FULL, LAYER_PARTS, expert_layers, layers_of
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
 from nanotrain.interop.hf.tables import read_tables
-from nanotrain.quantities import count_of
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING = "sliding_attention"
 ROPE_KINDS: dict[str, dict[str, str]] = read_tables()["rope_kinds"]
 
 
@@ -123,12 +122,7 @@ def _window_layers(raw: Raw) -> tuple[bool, ...]:
     num_layers, skip = raw["num_hidden_layers"], raw["sliding_window_pattern"]
     first = raw.get("first_full_attention", -1)
     kinds = raw.get("layer_types") or [SLIDING if (layer - first) % skip else FULL for layer in range(num_layers)]
-    for kind in kinds:
-        if kind not in (SLIDING, FULL):
-            reject("layer_types", kind, instead=f"{SLIDING} or {FULL}")
-    if len(kinds) != num_layers:
-        reject("layer_types", f"of {count_of(len(kinds), 'layer')}", instead=f"of {num_layers}")
-    return tuple(kind == SLIDING for kind in kinds)
+    return layers_of(SLIDING, kinds, num_layers=num_layers)
 
 
 def _read_layer_windows(raw: Raw) -> Values:
@@ -154,6 +148,16 @@ def _read_rope_in_windows(raw: Raw) -> Values:
 
 def _write_rope_in_windows(model_config: ModelConfig) -> Values:
     return {} if any(model_config.no_rope_layers) or any(model_config.window_layers) else {"sliding_window": None}
+
+
+def _read_rope_or_none(raw: Raw) -> Values:
+    """OLMo Hybrid has rotary positions if their base is there."""
+    has_rope = (raw.get("rope_parameters") or raw).get("rope_theta") is not None
+    return read_rope(raw) if has_rope else {"position_embedding_type": "none"}
+
+
+def _write_rope_or_none(model_config: ModelConfig) -> Values:
+    return write_rope(model_config) if model_config.has_rope else {"rope_parameters": None}
 
 
 def _read_rope_or_default(raw: Raw) -> Values:
@@ -332,6 +336,7 @@ PARTS: dict[str, Part] = {
     "window": Part(_read_window, _write_window),
     "layer_windows": Part(_read_layer_windows, _write_layer_windows),
     "full_attention": Part(_read_full_attention),
+    "rope_or_none": Part(_read_rope_or_none, _write_rope_or_none),
     "heads": Part(_read_heads),
     "mla": Part(_read_mla, lambda model_config: {"num_key_value_heads": model_config.num_attention_heads}),
     "softmax_scale": Part(_read_scale, _write_scale),

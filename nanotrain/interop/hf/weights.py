@@ -39,6 +39,7 @@ MAX_INDEX_BYTES = 1 << 26  # that of DeepSeek-V3, with 91,991 tensors, has 9 MB
 PICKLES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 
 
+TEXT_MODEL = "language_model."  # in the names of a model that sees images too
 SCALE = "_scale_inv"  # ending of the names of block factors
 
 
@@ -89,6 +90,7 @@ class WeightFiles:
         self._tensors: dict[str, Any] = {}
         for path in _weight_files(folder):
             for stored, tensor in _open(path).items():
+                stored = stored.replace(TEXT_MODEL, "", 1)
                 name = stored if stored.startswith((prefix, "lm_head.")) else prefix + stored
                 self._tensors[name] = tensor
         self._tensors = dequantized(self._tensors)

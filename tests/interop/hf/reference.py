@@ -119,6 +119,34 @@ LFM2_MOE = {
     "num_dense_layers": 1,
     "routed_scaling_factor": 2.5,
 }
+DELTA_NET = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+SHARED_EXPERT = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20, "num_experts_per_tok": 2}
+QWEN3_NEXT = DELTA_NET | SHARED_EXPERT | {"head_dim": 16, "num_experts": 4}
+KIMI_LINEAR = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_key_value_heads": 4,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 24,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 2,
+}
+# Widths of queries, keys and values are equal: transformers saves convolutions in three equal parts.
+OLMO_HYBRID = DELTA_NET | {"linear_num_value_heads": 2, "linear_value_head_dim": 8}
 
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", LLAMA_SHAPE | {"num_local_experts": 4, "rope_parameters": {"rope_theta": 5e5}}),
@@ -215,6 +243,26 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2": ("Lfm2", LLAMA_SHAPE | SMALL_TOKENS | {"full_attn_idxs": [1], "block_multiple_of": 16}),
     "lfm2_moe": ("Lfm2Moe", LLAMA_SHAPE | SMALL_TOKENS | LFM2_MOE),
+    "qwen3_next": ("Qwen3Next", LLAMA_SHAPE | QWEN3_NEXT | {"mlp_only_layers": [1]}),
+    "qwen3_5": ("Qwen3_5", LLAMA_SHAPE | DELTA_NET | {"head_dim": 16}),
+    "qwen3_5-tied": (
+        "Qwen3_5",
+        LLAMA_SHAPE
+        | DELTA_NET
+        | {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}
+        | {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5, "rope_type": "default"}}
+        | {"head_dim": 16, "tie_word_embeddings": True},
+    ),
+    "qwen3_5_moe": ("Qwen3_5Moe", LLAMA_SHAPE | QWEN3_NEXT),
+    "olmo_hybrid": ("OlmoHybrid", LLAMA_SHAPE | SMALL_TOKENS | OLMO_HYBRID),
+    "olmo_hybrid-rotary": (
+        "OlmoHybrid",
+        LLAMA_SHAPE
+        | SMALL_TOKENS
+        | OLMO_HYBRID
+        | {"linear_allow_neg_eigval": False, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+    ),
+    "kimi_linear": ("KimiLinear", LLAMA_SHAPE | SMALL_TOKENS | KIMI_LINEAR),
     **MIXTURES,
     "seed_oss": ("SeedOss", LLAMA_SHAPE | SMALL_TOKENS | {"head_dim": 16, "attention_bias": True}),
     "arcee": ("Arcee", LLAMA_SHAPE | SMALL_TOKENS),
@@ -240,7 +288,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 EXPERT_BIASES = ("e_score_correction_bias", "feed_forward.expert_bias")
-CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig"}
+# Models that are compared in fp64, and the package of transformers that has them.
+IN_FP64 = {
+    "qwen3_next": "qwen3_next",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5-tied": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5_moe",
+    "olmo_hybrid": "olmo_hybrid",
+    "olmo_hybrid-rotary": "olmo_hybrid",
+    "kimi_linear": "kimi_linear",
+}
+CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 
 
 def reference(name: str, *, seed: int = 0) -> torch.nn.Module:

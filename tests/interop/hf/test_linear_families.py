@@ -1,0 +1,117 @@
+"""Families with layers of linear attention: published entries of config.json, rejected ones, text models of others."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from nanotrain.errors import HuggingFaceError
+from nanotrain.inference.checkpoint import export_checkpoint
+from nanotrain.interop.hf.families import config_from_hf, config_to_hf
+from nanotrain.interop.hf.import_weights import import_hf
+from tests.interop.hf.reference import CONFIGS, load, reference, tensors_of
+
+IMAGES = {
+    "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
+    "image_token_id": 3,
+    "video_token_id": 4,
+    "vision_start_token_id": 5,
+    "vision_end_token_id": 6,
+}
+KIMI = {  # with the entries of moonshotai/Kimi-Linear-48B-A3B-Instruct
+    "model_type": "kimi_linear",
+    "num_hidden_layers": 5,
+    "num_experts": 16,
+    "num_experts_per_token": 4,
+    "num_expert_group": 1,
+    "num_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "model_max_length": 512,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 5],
+        "kda_layers": [1, 2, 3],
+        "head_dim": 16,
+        "num_heads": 8,
+        "short_conv_kernel_size": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_the_text_model_of_a_model_with_images_is_imported_and_exported_alone(name: str, tmp_path: Path) -> None:
+    family, fields = CONFIGS[name]
+    config = getattr(transformers, f"{family}Config")(text_config=fields, **IMAGES)
+    torch.manual_seed(0)
+    theirs = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+    theirs.save_pretrained(tmp_path / "in")
+    tokens = torch.randint(7, fields["vocab_size"], (2, 20))
+    torch.testing.assert_close(load(tmp_path / "in").logits(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+
+    import_hf(tmp_path / "in", tmp_path / "step-00000000")
+    export_checkpoint(tmp_path / "step-00000000", tmp_path / "out")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(back).__name__ == f"{family}ForCausalLM"
+    torch.testing.assert_close(back(tokens).logits, theirs(tokens).logits, rtol=0, atol=1e-5)
+
+
+def test_layers_of_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
+    theirs = reference("qwen3_next")
+    theirs.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file(stored | {"mtp.fc.weight": torch.ones(32, 64)}, tmp_path / "model.safetensors")
+    without = tensors_of(load(tmp_path))
+    assert not any("mtp" in name for name in without)
+
+
+def test_published_entries_of_kimi_linear_come_back() -> None:
+    model = config_from_hf(KIMI)
+    assert model.mixers == ("kda", "kda", "kda", "mla", "mla")
+    assert model.mlps == ("dense", "moe", "moe", "moe", "moe")
+    linear, moe = model.linear_attention, model.moe
+    assert (linear.num_key_heads, linear.value_head_dim, linear.conv_kernel_dim) == (8, 16, 3)
+    assert (moe.num_experts, moe.router_topk, moe.shared_expert_intermediate_size) == (16, 4, 64)
+    assert (model.max_position_embeddings, model.mla.compressed_norm_epsilon) == (512, 1e-6)
+    written = config_to_hf(model, family="kimi_linear")
+    assert written["linear_attn_config"] == KIMI["linear_attn_config"]
+    assert config_from_hf(written) == model
+    theirs = transformers.KimiLinearConfig(**written)
+    assert theirs.layer_types == ["linear_attention"] * 3 + ["full_attention"] * 2
+    assert (theirs.n_shared_experts, theirs.num_experts_per_tok, theirs.linear_num_heads) == (2, 4, 8)
+
+
+def test_every_interval_without_layer_types_has_full_attention() -> None:
+    raw = {"model_type": "qwen3_next", "num_hidden_layers": 6, "num_experts": 4, "full_attention_interval": 3}
+    assert config_from_hf(raw).mixers == ("gated_delta_net", "gated_delta_net", "attention") * 2
+    assert config_from_hf(raw).rotary_percent == 0.25
+
+
+@pytest.mark.parametrize("parameters", [None, {"rope_type": None}, {"rope_type": None, "rope_theta": None}])
+def test_olmo_hybrid_without_a_base_has_no_rotary_positions(parameters: dict[str, Any] | None) -> None:
+    raw = {"model_type": "olmo_hybrid", "rope_parameters": parameters}
+    assert config_from_hf(raw).position_embedding_type == "none"
+    assert config_from_hf(raw | {"rope_parameters": {"rope_theta": 5e5}}).rotary_base == 5e5
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "qwen3_next", "layer_types": ["full_attention"] * 48}, "linear_attention in some layer"),
+        ({"model_type": "qwen3_next", "layer_types": ["linear_attention"] * 47}, "layer_types: 'of 47 layers'"),
+        ({"model_type": "qwen3_next", "layer_types": ["sliding_attention"] * 48}, "layer_types: 'sliding_attention'"),
+        ({"model_type": "qwen3_next", "attn_output_gate": False}, "attn_output_gate"),
+        ({"model_type": "qwen3_5_text", "attention_bias": True}, "attention_bias"),
+        ({"model_type": "qwen3_5_moe_text", "norm_topk_prob": False}, "norm_topk_prob"),
+        ({"model_type": "qwen3_5_moe_text", "mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"model_type": "olmo_hybrid", "rope_parameters": {"rope_theta": 1e4, "rope_type": "longrope"}}, "longrope"),
+        (KIMI | {"mla_use_nope": False}, "mla_use_nope"),
+        (KIMI | {"routed_expert_hidden_size": 64}, "routed_expert_hidden_size"),
+        (KIMI | {"linear_attn_config": KIMI["linear_attn_config"] | {"gate_lower_bound": -5.0}}, "gate_lower_bound"),
+    ],
+)
+def test_features_we_lack_are_refused_by_name(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(HuggingFaceError, match=named):
+        config_from_hf(json.loads(json.dumps(change)))
