@@ -20,6 +20,7 @@ from nanotrain.interop.hf.layout import Part, Raw, Values, reject
 from nanotrain.interop.hf.tables import read_tables
 
 SLIDING = "sliding_attention"
+NO_ROPE = {"rope_type": None, "rope_theta": None}
 ROPE_KINDS: dict[str, dict[str, str]] = read_tables()["rope_kinds"]
 
 
@@ -151,13 +152,14 @@ def _write_rope_in_windows(model_config: ModelConfig) -> Values:
 
 
 def _read_rope_or_none(raw: Raw) -> Values:
-    """OLMo Hybrid has rotary positions if their base is there."""
-    has_rope = (raw.get("rope_parameters") or raw).get("rope_theta") is not None
-    return read_rope(raw) if has_rope else {"position_embedding_type": "none"}
+    """OLMo Hybrid has no rotary positions where their entry, or their base or type in it, is null."""
+    rope = raw.get("rope_parameters", {})
+    has_none = rope is None or any(rope.get(entry, "") is None for entry in NO_ROPE)
+    return {"position_embedding_type": "none"} if has_none else read_rope(raw)
 
 
 def _write_rope_or_none(model_config: ModelConfig) -> Values:
-    return write_rope(model_config) if model_config.has_rope else {"rope_parameters": None}
+    return write_rope(model_config) if model_config.has_rope else {"rope_parameters": NO_ROPE}
 
 
 def _read_rope_or_default(raw: Raw) -> Values:

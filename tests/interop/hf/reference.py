@@ -254,7 +254,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 16, "tie_word_embeddings": True},
     ),
     "qwen3_5_moe": ("Qwen3_5Moe", LLAMA_SHAPE | QWEN3_NEXT),
-    "olmo_hybrid": ("OlmoHybrid", LLAMA_SHAPE | SMALL_TOKENS | OLMO_HYBRID),
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        LLAMA_SHAPE | SMALL_TOKENS | OLMO_HYBRID | {"rope_parameters": {"rope_type": None, "rope_theta": None}},
+    ),
     "olmo_hybrid-rotary": (
         "OlmoHybrid",
         LLAMA_SHAPE
