@@ -48,6 +48,8 @@ SHORT_NAMES = {
     "cp": "context_parallel_size",
     "ep": "expert_model_parallel_size",
     "etp": "expert_tensor_parallel_size",
+    "vpp": "num_virtual_stages_per_pipeline_rank",
+    "schedule": "pipeline_schedule",  # which places the stages
     "instances": "num_distributed_optimizer_instances",
     "strategy": "data_parallel_sharding_strategy",
 }

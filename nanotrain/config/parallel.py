@@ -13,6 +13,9 @@ RecomputeGranularity = Literal["full", "selective"]
 RecomputeModule = Literal["core_attn", "mlp", "moe", "layernorm", "mla_up_proj", "moe_act"]
 
 
+# schedules that place stages in a V: rank r has the r-th stage from either end
+V_SCHEDULES = {"zb-v", "dualpipev"}
+
 # their outputs are discarded by saved-tensor hooks, which a compiled graph does not call
 DISCARDED_MODULES = {"layernorm", "mla_up_proj", "moe_act"}
 
@@ -33,7 +36,7 @@ class ParallelConfig:
     num_distributed_optimizer_instances: int = option(1, "hybrid sharding: number of groups that each hold one full set of optimizer shards", check=at_least(1))
     sequence_parallel: bool = option(False, "shard activations along the sequence between tensor-parallel layers")
     num_virtual_stages_per_pipeline_rank: int = option(1, "virtual stages per pipeline rank", check=at_least(1))
-    pipeline_schedule: str = option("1f1b", "name of the pipeline schedule, such as gpipe, 1f1b, interleaved or zb-h1")
+    pipeline_schedule: str = option("1f1b", "name of the pipeline schedule, such as gpipe, 1f1b, interleaved, zb-h1, zb-v or dualpipev")
     decoder_first_pipeline_num_layers: int | None = option(None, "layers of the first pipeline rank, over all its virtual stages; unset: an even split", check=at_least(1))
     decoder_last_pipeline_num_layers: int | None = option(None, "layers of the last pipeline rank, over all its virtual stages; unset: an even split", check=at_least(1))
     account_for_embedding_in_pipeline_split: bool = option(False, "count the embedding as a layer where layers are split evenly over stages: the first one has a layer less")
@@ -62,6 +65,23 @@ class ParallelConfig:
     def counted_ends(self) -> tuple[int, int]:
         """Layers that the embedding and the head count as where layers are split evenly over stages."""
         return int(self.account_for_embedding_in_pipeline_split), int(self.account_for_loss_in_pipeline_split)
+
+    def stages_of(self, pp_rank: int) -> list[int]:
+        """The stages on a pipeline rank, ascending: every pp-th, or in a V those with the same distance to an end.
+
+        >>> [ParallelConfig(1, 4, num_virtual_stages_per_pipeline_rank=2).stages_of(rank) for rank in (0, 3)]
+        [[0, 4], [3, 7]]
+        """
+        pp, is_v = self.pipeline_model_parallel_size, self.pipeline_schedule in V_SCHEDULES
+        rounds = range(self.num_virtual_stages_per_pipeline_rank)
+        return [each * pp + (pp - 1 - pp_rank if is_v and each % 2 else pp_rank) for each in rounds]
+
+    @property
+    def end_ranks(self) -> tuple[int, ...]:
+        """The pipeline ranks of the first and of the last stage, ascending; one where both are on it."""
+        pp = self.pipeline_model_parallel_size
+        last = pp * self.num_virtual_stages_per_pipeline_rank - 1
+        return tuple(rank for rank in range(pp) if {0, last} & {*self.stages_of(rank)} or pp == 1)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Data-parallel ranks: world size / (tp x cp x pp).

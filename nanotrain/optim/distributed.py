@@ -97,6 +97,7 @@ class DistributedOptimizer:
         self._norm_grads = [grad for state in self._states for grad in state.grads_for_norm()]
         self._grads = [state.grads for state in self._states]
         self._loading: list[tuple[StoredTensor, Tensor]] = []
+        self._replicas: list[tuple[Tensor, Tensor]] = []  # of a tied embedding whose two stages are on this rank
 
     def step(
         self,
@@ -165,11 +166,13 @@ class DistributedOptimizer:
         They are views. Tensors that are stored with scales are fp32 copies, which `finish_load` writes back.
         """
         self._loading.clear()
-        return {
-            box: view
-            for state in self._states
-            for box, view in state.tensors(state.bucket.update_ranges, copies=self._loading)
-        }
+        self._replicas.clear()
+        tensors: dict[TensorBox, Tensor] = {}
+        for state in self._states:
+            for box, view in state.tensors(state.bucket.update_ranges, copies=self._loading):
+                if tensors.setdefault(box, view) is not view:
+                    self._replicas.append((tensors[box], view))
+        return tensors
 
     def grad_tensors(self, *, once: bool = False) -> dict[TensorBox, Tensor]:
         """Reduced gradients of the last step on this rank, as views; `once`: every element on one rank only.
@@ -204,6 +207,8 @@ class DistributedOptimizer:
 
     def finish_load(self) -> None:
         """Take over what was read into `state_tensors`: in the dtypes of the state, and the weights into the model."""
+        for tensor, replica in self._replicas:
+            replica.copy_(tensor)
         for stored, values in self._loading:
             stored.write(values)
         self._loading.clear()

@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from nanotrain.comm.collectives import barrier
@@ -164,9 +164,10 @@ def record_steps(context: ParallelContext, config: Config) -> Record:
         finally:
             run.batches.close()
     for dp in run.data_parallel:
+        (module,) = (stage.module for stage in run.runnable.values() if dp in stage.callbacks)
         record.shards |= _sharding(dp, context)
         with dp.gathered():
-            record.weights |= _weights(run, dp)
+            record.weights |= _weights(module, dp)
     for stage in run.stages.values():
         state = stage.state_dict().keys()  # other buffers are statistics of this rank
         buffers = {name: buffer for name, buffer in stage.named_buffers() if name in state}
@@ -208,9 +209,9 @@ def _record_step(run: Run, record: Record, *, samples: RandomDataset) -> None:
     record.reads.append(list(samples.reads))
 
 
-def _weights(run: Run, dp: DataParallel) -> Tensors:
-    """Copies of this rank's boxes of the parameters."""
-    named = {name: weight for stage in run.stages.values() for name, weight in stage.named_parameters()}
+def _weights(module: nn.Module, dp: DataParallel) -> Tensors:
+    """Copies of this rank's boxes of the parameters of a stage."""
+    named = dict(module.named_parameters())
     return {local.tensor_box: named[name].detach().clone() for name, local in dp.params.items()}
 
 

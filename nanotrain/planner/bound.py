@@ -54,6 +54,8 @@ class Bound:
             modules = frozenset(memory.recomputed_modules)
             kept = sum(self._block(layer, modules) for stage in stages for layer in stage.layers)
         shape, virtual = scenario.pipeline, scenario.pipeline.num_stages_per_rank
-        chunks = 2 * (shape.num_ranks - 1) + (virtual - 1) * shape.num_ranks + 1 if virtual > 1 else shape.num_ranks
+        chunks = shape.num_ranks * virtual  # of the first rank, and of all ranks of a V
+        if scenario.config.parallel.pipeline_schedule == "interleaved":
+            chunks += shape.num_ranks - 1
         kept *= scenario.config.train.micro_batch_size
         return kept * min(shape.num_microbatches * virtual, chunks) / virtual

@@ -113,7 +113,7 @@ class Scenario:
             specs = stages_of_lengths(_lengths_by_weights(self.shape, num_ranks))
         if self.engine.needs_layout and self._lacks_layout:
             specs = stages_of_lengths(_balanced_lengths(self.shape, len(specs)))
-        return tuple(specs[rank::num_ranks] for rank in range(num_ranks))
+        return tuple(tuple(specs[i] for i in self.config.parallel.stages_of(rank)) for rank in range(num_ranks))
 
     @property
     def _lacks_layout(self) -> bool:

@@ -101,6 +101,7 @@ class Step(NamedTuple):
     rank: int
     action: Action
     needs: int  # place of the action of another stage whose result it takes; -1: none
+    receives: bool  # whether another rank sends that
     sends: bool  # whether another rank takes its result
 
 
@@ -195,6 +196,8 @@ class StepClock:
     def _actions(self, run: Run, rank: int) -> list[tuple[int, ActionKind]]:
         """Stages and kinds of the actions that a rank runs of every microbatch."""
         kinds = {step.action.kind for step in run.order.steps}
+        if ActionKind.full_backward in kinds:  # some may be split, which take as long
+            kinds -= {ActionKind.backward_input, ActionKind.backward_weight}
         return [(spec.index, kind) for spec in self.scenario.stages[rank] for kind in kinds]
 
     def run(self, shape: PipelineShape) -> Run:
@@ -204,11 +207,13 @@ class StepClock:
         blocked = 0.0 if self.scenario.engine.p2p_overlap or shape.num_stages_per_rank > 1 else transfer
         finish, waits = [0.0] * shape.num_ranks, [0.0] * shape.num_ranks
         starts, ends = [0.0] * len(order.steps), [0.0] * len(order.steps)
-        for place, (rank, (kind, stage, _), needs, sends) in enumerate(order.steps):
-            start = max(finish[rank], ends[needs] + transfer - blocked) + blocked if needs >= 0 else finish[rank]
+        for place, (rank, (kind, stage, _), needs, receives, sends) in enumerate(order.steps):
+            start = finish[rank]
+            if receives:
+                start = max(start, ends[needs] + transfer - blocked) + blocked
             starts[place], ends[place] = start, start + self.durations[stage, kind]
             finish[rank] = ends[place] + blocked * sends
-            waits[rank] += blocked * (sends + (needs >= 0))
+            waits[rank] += blocked * (sends + receives)
         return Run(order, starts, ends, finish, waits)
 
     @property
@@ -317,6 +322,8 @@ def order_of(name: str, shape: PipelineShape) -> Order:
                     break
                 if consumer := schedule.consumer_of(actions.popleft()):
                     inputs[consumer] = len(steps)
-                steps.append(Step(rank, action, inputs.get(action, -1), bool(consumer) and shape.num_ranks > 1))
+                needs = inputs.get(action, -1)
+                sends = consumer is not None and schedule.rank_of_stage[consumer.stage] != rank
+                steps.append(Step(rank, action, needs, needs >= 0 and steps[needs].rank != rank, sends))
     last_backwards = {step.action.stage: place for place, step in enumerate(steps) if step.action.kind.has_wgrad}
     return Order(tuple(steps), last_backwards)

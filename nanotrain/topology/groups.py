@@ -13,7 +13,7 @@ etp                  expert-tensor-parallel group          activations inside an
 expert_dp            expert-data-parallel group            expert gradients; _shard and _replicate as above
 tp_cp                tensor-and-context-parallel group     router statistics of one sequence
 model                model-parallel group (TP x PP)        nothing; its ranks hold one replica of the dense weights
-embed                embedding group                       gradients of tied embeddings (first and last stage)
+embed                embedding group                       gradients of tied embeddings (ranks of first and last stage)
 world                all ranks
 control              all ranks, over gloo                  Python objects and barriers
 """

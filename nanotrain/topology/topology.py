@@ -35,6 +35,7 @@ class Topology:
 
     dense: Grid  # the grid of all layers but experts, with the axes tp, cp, dp, pp
     expert: Grid  # the grid of experts over the same ranks, with the axes etp, ep, expert_dp, pp
+    end_ranks: tuple[int, ...]  # pipeline ranks of the first and the last stage; one where it has both
     num_instances: int = 1  # optimizer instances; state is sharded inside each and replicated across them
     is_sharded: bool = True  # False for `no_shard`, where every shard group is a single rank
 
@@ -47,7 +48,7 @@ class Topology:
         """
         dense, expert = arrange(parallel, world_size, has_experts=has_experts)
         is_sharded = parallel.data_parallel_sharding_strategy != "no_shard"
-        return cls(dense, expert, parallel.num_distributed_optimizer_instances, is_sharded)
+        return cls(dense, expert, parallel.end_ranks, parallel.num_distributed_optimizer_instances, is_sharded)
 
     @property
     def world_size(self) -> int:
@@ -89,7 +90,7 @@ class Topology:
     def _split(self, name: GroupName, ranks: Ranks) -> list[Ranks]:
         """Split ranks that differ along the axes of `name` into the groups of `name`."""
         if name == "embed":
-            return [ranks if len(ranks) == 1 else (ranks[0], ranks[-1])]
+            return [tuple(ranks[index] for index in self.end_ranks)]
         # All ranks of data parallelism, or those that share one replica of the optimizer state in an instance.
         size = len(ranks) // self.num_instances if self.is_sharded else 1
         if name.endswith("_shard"):

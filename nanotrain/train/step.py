@@ -22,12 +22,9 @@ from nanotrain.model.context import BatchContext
 from nanotrain.optim.distributed import Update
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.pp.executor import run_schedule
-from nanotrain.topology.groups import GroupName
 from nanotrain.train.batches import GlobalBatch, StepSettings
 from nanotrain.train.parts.part import StepParts
 from nanotrain.train.run import Run
-
-GRAD_SUM_AXES: tuple[GroupName, ...] = ("tp", "embed")
 
 
 @dataclass(frozen=True)
@@ -161,7 +158,7 @@ def finalize_grads(data_parallel: Sequence[DataParallel], context: ParallelConte
 
         tp      parameters used on sequence shards or on some heads only: norms under sequence parallel, q/k norms,
                 routers, replicated key and value projections
-        embed   the tied embedding: embedding of the first stage, output layer of the last
+        embed   the tied embedding: embedding of the first stage, output layer of the last; perhaps on the same rank
 
     Source: Megatron-LM, `finalize_model_grads.py`. There the sums run before the reduce-scatter, over full gradients;
     here they run after it, over 1/d of the bytes.
@@ -170,10 +167,15 @@ def finalize_grads(data_parallel: Sequence[DataParallel], context: ParallelConte
         data_parallel: wrappers of this rank, whose gradient shards are reduced.
         context: a rank between the first and the last stage has no `embed` group.
     """
-    for axis in GRAD_SUM_AXES:
-        group = context.groups.get(axis)
-        if group is not None:
-            all_reduce_coalesced([grad for dp in data_parallel for grad in dp.grads_summed_over(axis)], group)
+    tp = [grad for dp in data_parallel for grad in dp.grads_summed_over("tp")]
+    all_reduce_coalesced(tp, context.group("tp"))
+    if (embed := context.groups.get("embed")) is not None:
+        # by stage of this rank: one, or both ends of a V, whose replicas are summed here
+        first, *others = [grads for dp in data_parallel if (grads := dp.grads_summed_over("embed"))] or [[]]
+        for grad, *replicas in zip(first, *others, strict=True):
+            for replica in replicas:
+                replica.copy_(grad.add_(replica))
+        all_reduce_coalesced(first, embed)
 
 
 def global_loss(loss_sum: Tensor, context: ParallelContext) -> float:

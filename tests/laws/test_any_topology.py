@@ -49,6 +49,11 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
             "pipeline_model_parallel_layout": "Et|t|m|L",
         },
     ),
+    "pp2, a V": (
+        2,
+        {"strategy": "optim", "pp": 2, "vpp": 2, "schedule": "zb-v"},
+        {"pipeline_model_parallel_layout": "E|t|t|mL"},
+    ),
 }
 
 

@@ -99,6 +99,7 @@ SP = {"sequence_parallel": True}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 GPIPE, ZB = {"pipeline_schedule": "gpipe"}, {"pipeline_schedule": "zb-h1"}
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
+ZB_V, DUAL = VPP | {"pipeline_schedule": "zb-v"}, VPP | {"pipeline_schedule": "dualpipev"}
 OUTER, AVERAGE = {"outer_dp_sharding_strategy": "optim"}, {"ddp_average_in_collective": True}
 KEPT, BLOCKS = {"reshard_after_forward": False}, {"fsdp_double_buffer": True, "fsdp_prefetch_depth": 2}
 ALL_REDUCE = {"force_all_reduce": True}
@@ -112,6 +113,7 @@ LAYOUTS = [
     Layout("llama", 2, "optim", {"pp": 2}, options=GPIPE),
     Layout("untied", 2, "optim_grads", {"pp": 2}, options=ZB | {"overlap_grad_reduce": True}),
     Layout("llama", 2, "optim_grads", {"pp": 2}, microbatches=4, options=VPP),
+    Layout("llama", 2, "optim", {"pp": 2}, microbatches=4, options=ZB_V),
     Layout("llama", 2, "optim", {"cp": 2}),
     Layout("untied", 2, "optim_grads", {"cp": 2}, options=GATHER),
     Layout("gpt2", 2, "no_shard", {"cp": 2}, options=HEADS),
@@ -143,6 +145,8 @@ LAYOUTS = [
     Layout("capacity", 4, "optim", {"cp": 2, "ep": 2}, options={"moe_hierarchical_dispatch": 1}),
     Layout("biased", 4, "optim", {"pp": 2, "ep": 2}, options=ZB),
     Layout("experts", 4, "optim", {"pp": 2, "ep": 2}, options=VPP),
+    Layout("gpt2", 4, "optim_grads", {"pp": 2, "tp": 2}, options=SP | ZB_V | OVERLAP),
+    Layout("biased", 4, "optim", {"pp": 2, "ep": 2}, options=DUAL),
     Layout("experts", 4, "optim", {"tp": 2, "cp": 2, "etp": 2, "ep": 2}, options=SP),
     Layout("llama", 8, "optim", {"tp": 2, "pp": 2}, options=SP | OVERLAP),
     Layout("untied", 8, "optim_grads", {"tp": 2, "pp": 2, "cp": 2}, options=SP),
@@ -183,6 +187,7 @@ LAYOUTS = [
     Layout("untied", 4, "optim_grads_params", {"tp": 2}, options=OVERLAP),
     Layout("gpt2", 4, "optim_grads_params", {"pp": 2}, options=ZB | OVERLAP),
     Layout("llama", 4, "optim_grads_params", {"pp": 2}, options=VPP | OVERLAP),
+    Layout("llama", 4, "optim_grads_params", {"pp": 2}, options=DUAL | OVERLAP),
     Layout("gpt2", 4, "optim_grads_params", {"cp": 2}, options=GATHER),
     Layout("experts", 4, "optim_grads_params", {"ep": 2}, options=OVERLAP),
     Layout("biased", 4, "optim_grads_params", {"tp": 2, "etp": 1, "ep": 2}),
@@ -226,11 +231,11 @@ def test_a_layout_trains_as_one_rank_does(layout: Layout) -> None:
         parallel=parallel,
         model=shape_of(layout.model, layout.num_layers),
     )
-    outcomes = run_ranks(layout.ranks, train_here, case, **short, shares=True)
+    outcomes = run_ranks(layout.ranks, train_here, case, **parallel, shares=True)
     reference = single_rank(layout.model, layout.num_layers, layout.steps)
     assert_alike(outcomes, reference, row=str(layout), lr=OPTIM["lr"])
     if layout.overlaps_too:
-        overlapped = run_ranks(layout.ranks, train_here, case.but(parallel=OVERLAP), **short, shares=True)
+        overlapped = run_ranks(layout.ranks, train_here, case.but(parallel=OVERLAP), **parallel, shares=True)
         assert overlapped[0].losses == outcomes[0].losses
         for one, other in zip(outcomes, overlapped, strict=True):
             assert all(torch.equal(one.weights[box], other.weights[box]) for box in one.weights)

@@ -72,7 +72,7 @@ class Row:
         parallel = {SHORT_NAMES[name]: value for name, value in (self.sizes | {"strategy": self.strategy}).items()}
         inside = [self.sizes.get(axis, 1) for axis in ("tp", "pp", "cp")]
         num_samples = 2 * self.ranks // (inside[0] * inside[1] * inside[2])
-        layers = 4 if self.options.get("num_virtual_stages_per_pipeline_rank") else 2
+        layers = 4 if self.options.get("num_virtual_stages_per_pipeline_rank") or "vpp" in self.sizes else 2
         case = Case(2).but(
             train={"micro_batch_size": 1, "global_batch_size": num_samples},
             parallel={"ddp_bucket_size": 5000} | parallel | self.options,
@@ -148,7 +148,7 @@ ROWS = [
     Row(2, "optim", options=OVERLAP, sections={"optim": {"optimizer_cpu_offload": True}}),
     Row(2, "optim", options=OVERLAP, sections={"optim": {"optimizer": "muon"}}),
     Row(2, "optim", options=OVERLAP, between=evaluates),
-    Row(4, "optim_grads_params", {"pp": 2}, OVERLAP, between=evaluates),
+    Row(4, "optim_grads_params", {"pp": 2, "vpp": 2, "schedule": "dualpipev"}, OVERLAP, between=evaluates),
     Row(2, "optim", options=OVERLAP, between=saves),
     Row(2, "optim_grads_params", options=OVERLAP, between=saves),
 ]

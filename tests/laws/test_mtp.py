@@ -25,6 +25,12 @@ LAYOUTS: list[Row] = [
     ("tied", 2, ZERO3, {"overlap_param_gather": True, "ddp_average_in_collective": True}),
     ("tied", 2, {"strategy": "no_shard", "pp": 2}, VPP | {"pipeline_model_parallel_layout": "Et|tt|m*2|L"}),
     ("tied", 4, {"strategy": "optim", "tp": 2, "pp": 2}, ZB | SP),
+    (
+        "tied",
+        4,
+        ZERO3 | {"pp": 2, "vpp": 2, "schedule": "dualpipev"},
+        {"pipeline_model_parallel_layout": "E|t|t|tmmL"},
+    ),
     ("deepseek", 2, {"strategy": "optim_grads", "ep": 2}, {}),
     ("deepseek", 4, ZERO3 | {"tp": 2, "pp": 2, "etp": 1, "ep": 2}, {}),
 ]

@@ -189,12 +189,15 @@ def outcome_of(run: Run, results: list[StepOutput]) -> Outcome:
 
 def held_weights(run: Run) -> dict[TensorBox, torch.Tensor]:
     """What this rank holds of every parameter, complete."""
-    named = {name: parameter for stage in run.stages.values() for name, parameter in stage.named_parameters()}
-    held = {}
-    for layer in run.data_parallel:
-        with layer.gathered():
-            for name, local in layer.params.items():
-                held[TensorBox(name, local.spec.shape, local.box)] = named[name].detach().float().clone()
+    held: dict[TensorBox, torch.Tensor] = {}
+    for stage in run.runnable.values():
+        named = dict(stage.module.named_parameters())
+        for layer in stage.callbacks:
+            with layer.gathered():
+                for name, local in layer.params.items():
+                    value = named[name].detach().float().clone()
+                    first = held.setdefault(TensorBox(name, local.spec.shape, local.box), value)
+                    assert torch.equal(first, value), f"replicas of {name} differ on a rank"
     return held
 
 

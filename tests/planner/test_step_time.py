@@ -36,7 +36,7 @@ def test_equal_stages_wait_as_long_as_the_closed_form_says(p: int, m: int) -> No
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_clock_agrees_with_the_simulator_of_schedules(name: str) -> None:
-    v = 2 if name == "interleaved" else 1
+    v = 2 if name in ("interleaved", "zb-v", "dualpipev") else 1
     shape = PipelineShape(4, v, 8)
     clock = equal_stages(StepClock(llama(4, pp=4, v=v, gbs=8, pipeline_schedule=name)))
     expected = simulate(build_schedule(name, shape), costs=Costs(1, 2, 1, 0)).duration
@@ -136,7 +136,7 @@ def test_instances_sum_their_gradient_shards_once_per_step(strategy: str) -> Non
 @pytest.mark.parametrize("number", [99, 100])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_few_microbatches_extend_to_many_of_unequal_stages(name: str, number: int) -> None:
-    v = 2 if name == "interleaved" else 1
+    v = 2 if name in ("interleaved", "zb-v", "dualpipev") else 1
     clock = equal_stages(StepClock(llama(4, pp=4, v=v, gbs=number, pipeline_schedule=name)))
     clock.durations = {key: seconds * (1 + 0.1 * (key[0] % 3)) for key, seconds in clock.durations.items()}
     lengths = simulated(clock.shape)

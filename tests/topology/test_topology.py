@@ -107,6 +107,14 @@ def test_the_embed_group_is_the_first_and_the_last_stage_only() -> None:
     assert topology.members(1, "embed") == ()
 
 
+def test_in_a_v_the_embed_group_is_the_first_rank() -> None:
+    options = {"num_virtual_stages_per_pipeline_rank": 2, "pipeline_schedule": "zb-v"}
+    topology = topology_of(8, pipeline_model_parallel_size=4, **options)
+
+    assert topology.groups_of("embed") == ranks("0 1")
+    assert topology.end_ranks == (0,)
+
+
 @given(topologies())
 def test_the_groups_of_every_name_are_a_partition(topology: Topology) -> None:
     for name in GROUP_NAMES:

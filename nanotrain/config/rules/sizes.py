@@ -116,11 +116,13 @@ def uneven_lengths(v: Values) -> list[int]:
 
 
 def ranks_without_layers(v: Values) -> list[int]:
-    """Pipeline ranks between the first and the last to which a layout gives no layers."""
+    """Pipeline ranks without first and last stage to which a layout gives no layers."""
     lengths = v.layout_lengths
     if lengths is None or len(lengths) != v.num_stages:
         return []
-    return [rank for rank in range(1, v.pp - 1) if not any(lengths[rank :: v.pp])]
+    parallel = v.config.parallel
+    ranks = (rank for rank in range(v.pp) if rank not in parallel.end_ranks)
+    return [rank for rank in ranks if not any(lengths[stage] for stage in parallel.stages_of(rank))]
 
 
 def end_lengths(v: Values) -> list[int]:

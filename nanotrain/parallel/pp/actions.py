@@ -7,6 +7,7 @@
 
     stage     0    1    2    3    4    5        2 stages per rank, 3 ranks: stage s is on rank s % 3,
     rank      0    1    2    0    1    2        so hidden states are sent around a ring
+    rank      0    1    2    2    1    0        or in a V: there and back (`v_schedules.py`)
 
 A step without a pipeline is the schedule of one stage, so there is one train step for every topology.
 """
@@ -71,7 +72,7 @@ class PipelineShape:
         return self.num_ranks * self.num_stages_per_rank
 
     def stages_of(self, rank: int) -> range:
-        """The stages on a rank.
+        """The stages on a rank of a ring.
 
         >>> list(PipelineShape(4, 2, 8).stages_of(1))
         [1, 5]

@@ -5,6 +5,8 @@ gpipe        m                                          (p - 1) / m
 1f1b         p - r                                      (p - 1) / m
 interleaved  (2(p - r - 1) + (v - 1)p + 1) / v          (p - 1) / (v m)
 zb-h1        p - r, and r more without their input      (p - 1)(F + I - W) / (m (F + I + W))
+zb-v         p                                          (p - 1) / (6 m)         of `v_schedules.py`, where v is 2 and
+dualpipev    p + 1/2                                    (p - 1) / (6 m)         F, I and W take equally long
 
 A new schedule is one function and one row of SCHEDULES. All schedules accumulate microbatches in the same order, so
 gradients are bit-equal.
@@ -24,6 +26,7 @@ from nanotrain.parallel.pp.actions import (
     forward,
     full_backward,
 )
+from nanotrain.parallel.pp.v_schedules import dualpipe_v, zb_v
 
 
 def gpipe(shape: PipelineShape) -> Schedule:
@@ -41,13 +44,13 @@ def gpipe(shape: PipelineShape) -> Schedule:
     return Schedule(tuple((*forwards_of(shape, rank), *backwards_of(shape, rank)) for rank in ranks))
 
 
-def forward_only(shape: PipelineShape) -> Schedule:
-    """All forwards and no backward, for validation.
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forwards of a schedule in their order and no backward, for validation.
 
-    >>> [str(action) for action in forward_only(PipelineShape(2, 2, 1)).actions[1]]
+    >>> [str(action) for action in forward_only(gpipe(PipelineShape(2, 2, 1))).actions[1]]
     ['F1.0', 'F3.0']
     """
-    return Schedule(tuple(forwards_of(shape, rank) for rank in range(shape.num_ranks)))
+    return Schedule(tuple(tuple(a for a in of_rank if a.kind is ActionKind.forward) for of_rank in schedule.actions))
 
 
 def one_f_one_b(shape: PipelineShape) -> Schedule:
@@ -130,6 +133,8 @@ SCHEDULES: dict[str, Callable[[PipelineShape], Schedule]] = {
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
     "zb-h1": zero_bubble_h1,
+    "zb-v": zb_v,
+    "dualpipev": dualpipe_v,
 }
 
 

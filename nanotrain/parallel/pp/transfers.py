@@ -65,8 +65,8 @@ def plan_rank(schedule: Schedule, pp_rank: int) -> RankPlan:
         ScheduleError: a schedule that is incomplete or deadlocks.
 
     >>> from nanotrain.parallel.pp.actions import PipelineShape
-    >>> from nanotrain.parallel.pp.schedules import forward_only
-    >>> for step in plan_rank(forward_only(PipelineShape(2, 1, 2)), 1).steps:
+    >>> from nanotrain.parallel.pp.schedules import forward_only, gpipe
+    >>> for step in plan_rank(forward_only(gpipe(PipelineShape(2, 1, 2))), 1).steps:
     ...     print(step if isinstance(step, Action) else [str(transfer.to) for transfer in step.receives])
     ['F1.0']
     F1.0

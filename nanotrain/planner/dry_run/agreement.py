@@ -40,12 +40,12 @@ class RankClasses:
     def _keys(self) -> list[tuple[int, ...]]:
         """By rank: what the ranks of its class have in common, and the data-parallel rank."""
         shape, size = ModelShape.of(self.config.model), self.topology.size
-        tp, pp, cp = size("tp"), size("pp"), size("cp")
+        (tp, cp), ends = (size("tp"), size("cp")), self.topology.end_ranks
         rows = shape.padded_vocab_size // tp
         kinds = [rank if cp <= MAX_CP_CLASSES or rank == cp - 1 else min(rank, 1) for rank in range(cp)]
         tokens = [min(rows, max(0, shape.vocab_size - index * rows)) for index in range(tp)]
         coords = map(self.topology.dense.coords, range(self.topology.world_size))
-        return [(c["pp"], kinds[c["cp"]], tokens[c["tp"]] * (c["pp"] in (0, pp - 1)), c["dp"]) for c in coords]
+        return [(c["pp"], kinds[c["cp"]], tokens[c["tp"]] * (c["pp"] in ends), c["dp"]) for c in coords]
 
     @cached_property
     def bounds(self) -> dict[tuple[int, ...], tuple[int, int]]:

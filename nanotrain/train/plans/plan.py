@@ -8,7 +8,7 @@ bytes that a step sends from a plan.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 
 from nanotrain.attention.backends import backend_flags
@@ -219,7 +219,7 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
     batch_size = global_batch_size(config.train, groups["dp"].size)
     # Saved with the configuration, so that a resume on other ranks reports that an unset size has changed.
     config = replace(config, train=replace(config.train, global_batch_size=batch_size))
-    num_readers, is_reader = _readers(config.data, groups)
+    num_readers, is_reader = _readers(config.data, groups, end_ranks=topology.end_ranks)
     sampler = SamplerConfig(
         dp_rank=groups["dp"].index,
         dp_size=groups["dp"].size,
@@ -231,6 +231,7 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         unread_length=None if is_reader else config.data.seq_length,
     )
     pipeline = pipeline_shape(config, groups, num_microbatches=sampler.num_microbatches)
+    of_pipeline = partial(_rank_plan, config.parallel.pipeline_schedule, pipeline, rank=groups["pp"].index)
     return Plan(
         config=config,
         topology=topology,
@@ -239,20 +240,20 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         shape=shape,
         stages=tuple(_plan_stages(config, shape, groups=groups, coords=topology.coords(rank))),
         sampler=sampler,
-        train_schedule=plan_train_schedule(config, groups, num_microbatches=sampler.num_microbatches),
-        valid_schedule=_rank_plan(None, pipeline, rank=groups["pp"].index),
+        train_schedule=of_pipeline(),
+        valid_schedule=of_pipeline(is_training=False),
         num_averaged_ranks=groups["dp_cp"].size if config.parallel.ddp_average_in_collective else 1,
     )
 
 
-def _readers(data: DataConfig, groups: Mapping[GroupName, GroupSpec]) -> tuple[int, bool]:
+def _readers(data: DataConfig, groups: Mapping[GroupName, GroupSpec], *, end_ranks: Sequence[int]) -> tuple[int, bool]:
     """The number of ranks that read a sample, and whether this rank is one of them.
 
     The first stage needs tokens, the last one labels, and those between at most the borders of documents.
     """
     pp, is_by_all = groups["pp"], data.reset_position_ids or data.reset_attention_mask
-    num_stages = pp.size if is_by_all else min(pp.size, 2)
-    return groups["tp"].size * groups["cp"].size * num_stages, is_by_all or pp.index in (0, pp.size - 1)
+    readers = range(pp.size) if is_by_all else end_ranks
+    return groups["tp"].size * groups["cp"].size * len(readers), pp.index in readers
 
 
 def pipeline_shape(config: Config, groups: Mapping[GroupName, GroupSpec], *, num_microbatches: int) -> PipelineShape:
@@ -267,9 +268,10 @@ def plan_train_schedule(config: Config, groups: Mapping[GroupName, GroupSpec], *
 
 
 @lru_cache(maxsize=32)  # thousands of layouts of a search have few pipelines
-def _rank_plan(schedule: str | None, pipeline: PipelineShape, *, rank: int) -> RankPlan:
-    """The actions and transfers of a rank; of forwards only without a schedule."""
-    return plan_rank(build_schedule(schedule, pipeline) if schedule else forward_only(pipeline), rank)
+def _rank_plan(name: str, pipeline: PipelineShape, *, rank: int, is_training: bool = True) -> RankPlan:
+    """The actions and transfers of a rank; in validation the forwards alone."""
+    schedule = build_schedule(name, pipeline)
+    return plan_rank(schedule if is_training else forward_only(schedule), rank)
 
 
 def check_names(config: Config) -> None:
@@ -300,7 +302,8 @@ def _plan_stages(
 ) -> Iterator[StagePlan]:
     sizes = {axis: groups[axis].size for axis in ("tp", "ep", "etp")}
     declaration = Declaration(shape, config.precision.params_dtype, sizes["tp"], config.parallel.sequence_parallel)
-    for spec in stage_specs(config.parallel, shape)[coords["pp"] :: groups["pp"].size]:
+    specs = stage_specs(config.parallel, shape)
+    for spec in (specs[index] for index in config.parallel.stages_of(coords["pp"])):
         declared = declare_stage(declaration, spec)
         params = tuple(localize(param, coords=coords, sizes=sizes) for param in declared)
         buffers = tuple(_plan_buffers(params, config, groups=groups))

@@ -15,6 +15,7 @@ TP2 = {"tensor_model_parallel_size": 2}
 DELTA = {"linear_attention_type": "gated_delta_net", "linear_num_key_heads": 1}
 CP2 = {"context_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+V = {"pipeline_schedule": "zb-v", "num_virtual_stages_per_pipeline_rank": 2}
 EP2 = {"expert_model_parallel_size": 2}
 EXPERTS = {"num_experts": 8}
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
@@ -58,6 +59,7 @@ def test_what_divides_breaks_no_rule(keys):
             {"pipeline_model_parallel_size": 3, LAYOUT: "Et*4|m|L", "mtp_num_layers": 1},
             "leaves pipeline rank 1 without layers",
         ),
+        (PP2 | V | {FIRST: 2}, "--decoder-last-pipeline-num-layers with --pipeline-schedule zb-v"),
         (PP2 | {"num_layers": 5, LOSS: True, EMBEDDING: True}, "7 layers cannot be split evenly over pp=2"),
         (PP2 | {"num_layers": 5, LOSS: True, FIRST: 2}, "beside lengths of stages"),
         (PP2 | {LAYOUT: "Ett|tttL"}, "pipeline_model_parallel_layout has 5 of 4 layers"),

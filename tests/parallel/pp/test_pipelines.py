@@ -20,7 +20,16 @@ from tests.parallel.pp.random_schedules import random_schedule
 from tests.parallel.pp.toys import B, H, Recorder, S, ToyStage, batches, reference
 
 SCALE = 0.125
-VARIANTS = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3), ("gpipe", 2)]
+VARIANTS = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("zb-h1", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("gpipe", 2),
+    ("zb-v", 2),
+    ("dualpipev", 2),
+]
 
 
 def pipeline_of(ctx: ParallelContext) -> Pipeline:
@@ -39,7 +48,7 @@ def run_and_compare(
 ) -> list[ToyStage]:
     """Run a step and compare everything with one rank; returns this rank's stages."""
     modules, recorders = {}, {}
-    for index in shape.stages_of(pipeline.group.index):
+    for index in sorted({action.stage for action in schedule.actions[pipeline.group.index]}):
         modules[index] = ToyStage(index, shape.num_stages, queue=WgradQueue() if has_queue else None)
         recorders[index] = Recorder(modules[index])
     stages = {index: RunnableStage(module, (recorders[index],), module.queue) for index, module in modules.items()}
@@ -55,7 +64,7 @@ def run_and_compare(
     )
 
     close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
-    close(loss, expected if pipeline.group.index == pipeline.group.size - 1 else torch.zeros(()))
+    close(loss, expected if shape.num_stages - 1 in modules else torch.zeros(()))
     for index, module in modules.items():
         recorders[index].check(module, shape.num_microbatches)
         for name, param in module.named_parameters():
@@ -116,19 +125,22 @@ def test_ranks_of_unequal_speed_give_the_same_results(ctx):
 
 
 @ranks(2, pp=2, shares=True)
-def test_validation_runs_forward_only_and_sums_on_the_last_rank(ctx):
+def test_validation_runs_forward_only_and_sums_on_the_rank_of_the_last_stage(ctx):
     pipeline = pipeline_of(ctx)
-    for num_stages_per_rank in (1, 2):
+    for name, num_stages_per_rank in (("gpipe", 1), ("gpipe", 2), ("zb-v", 2)):
         for num_microbatches in (1, 3, 4):
             shape = PipelineShape(2, num_stages_per_rank, num_microbatches)
             expected, _ = reference(shape.num_stages, batches(num_microbatches), grad_scale=1.0)
-            modules = {i: ToyStage(i, shape.num_stages) for i in shape.stages_of(ctx.rank)}
+            schedule = forward_only(SCHEDULES[name](shape))
+            modules = {
+                i: ToyStage(i, shape.num_stages) for i in {action.stage for action in schedule.actions[ctx.rank]}
+            }
             stages = {index: RunnableStage(module) for index, module in modules.items()}
 
-            plan = plan_rank(forward_only(shape), ctx.rank)
+            plan = plan_rank(schedule, ctx.rank)
             loss = run_forward(plan, stages, microbatches=batches(num_microbatches), pipeline=pipeline)
 
-            assert torch.equal(loss, expected if ctx.rank == 1 else torch.zeros(()))
+            assert torch.equal(loss, expected if shape.num_stages - 1 in modules else torch.zeros(()))
             assert all(param.grad is None for module in modules.values() for param in module.parameters())
 
 

@@ -1,14 +1,15 @@
 """Properties of every schedule, for any number of stages and microbatches (L6); the order of interleaved 1F1B."""
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from fractions import Fraction
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.errors import ScheduleError
 from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape, Schedule, forward, full_backward
 from nanotrain.parallel.pp.draw import draw_schedule
@@ -98,6 +99,13 @@ def test_a_warmup_longer_than_the_forwards_runs_them_all_first() -> None:
 
 TAKES_SEVERAL = ("gpipe", "interleaved")
 NAMES = list(SCHEDULES)
+PER_RANK = {"zb-v": 2, "dualpipev": 2}  # stages on a rank; one where not listed
+
+
+def stages_of(name: str, shape: PipelineShape, rank: int) -> list[int]:
+    """The stages of a rank, as the configuration places them."""
+    sizes = {"pipeline_model_parallel_size": shape.num_ranks, "pipeline_schedule": name}
+    return ParallelConfig(num_virtual_stages_per_pipeline_rank=shape.num_stages_per_rank, **sizes).stages_of(rank)
 
 
 @st.composite
@@ -105,7 +113,7 @@ def named_shapes(draw: st.DrawFn) -> tuple[str, PipelineShape]:
     name = draw(st.sampled_from(NAMES))
     num_ranks = draw(st.integers(1, 8))
     fewest = 2 if name == "interleaved" and num_ranks > 1 else 1
-    per_rank = draw(st.integers(fewest, 4)) if name in TAKES_SEVERAL else 1
+    per_rank = draw(st.integers(fewest, 4)) if name in TAKES_SEVERAL and num_ranks > 1 else PER_RANK.get(name, 1)
     return name, PipelineShape(num_ranks, per_rank, draw(st.integers(1, 20)))
 
 
@@ -118,13 +126,14 @@ def bubble(name: str, num_ranks: int, per_rank: int, num_microbatches: int, **co
 def test_every_action_of_every_stage_and_microbatch_runs_once_on_its_rank(named) -> None:
     name, shape = named
     schedule = SCHEDULES[name](shape)
-    is_split = name == "zb-h1" and shape.num_ranks > 1
-    backwards = [ActionKind.backward_input, ActionKind.backward_weight] if is_split else [ActionKind.full_backward]
-    kinds = [ActionKind.forward, *backwards]
+    is_split = name in ("zb-h1", "zb-v") and shape.num_ranks * shape.num_stages_per_rank > 1
 
     for rank, actions in enumerate(schedule.actions):
-        expected = [(k, s, m) for k in kinds for s in shape.stages_of(rank) for m in range(shape.num_microbatches)]
-        assert sorted((a.kind, a.stage, a.microbatch) for a in actions) == sorted(expected)
+        every = sorted((s, m) for s in stages_of(name, shape, rank) for m in range(shape.num_microbatches))
+        for is_part in (lambda k: k is ActionKind.forward, lambda k: k.has_dgrad, lambda k: k.has_wgrad):
+            assert sorted((a.stage, a.microbatch) for a in actions if is_part(a.kind)) == every
+        if name != "dualpipev":  # which splits some
+            assert is_split != any(a.kind is ActionKind.full_backward for a in actions)
 
 
 @given(named_shapes())
@@ -161,6 +170,11 @@ def test_no_rank_exceeds_the_memory_bound_of_its_schedule(named) -> None:
         assert all(held <= max(few) for held in timeline.peak_until_wgrad)
     elif name == "gpipe":
         assert timeline.peak_in_flight == (total,) * shape.num_ranks
+    elif name in PER_RANK:
+        most = 2 * shape.num_ranks + (name == "dualpipev")
+        assert max(timeline.peak_in_flight) <= max(timeline.peak_until_wgrad) <= min(most, total)
+        if shape.num_microbatches >= 2 * shape.num_ranks:
+            assert timeline.peak_until_wgrad == (min(most, total),) * shape.num_ranks
     else:
         bounds = [min(total, num_warmup(shape, rank) + 1) for rank in ranks]
         assert all(alive <= bound for alive, bound in zip(timeline.peak_in_flight, bounds, strict=True))
@@ -176,6 +190,8 @@ def test_no_rank_exceeds_the_memory_bound_of_its_schedule(named) -> None:
         ("interleaved", 2, Fraction(3, 19)),
         ("interleaved", 4, Fraction(3, 35)),
         ("zb-h1", 1, Fraction(1, 9)),
+        ("zb-v", 2, Fraction(1, 17)),
+        ("dualpipev", 2, Fraction(1, 17)),
     ],
 )
 def test_four_ranks_and_eight_microbatches_have_the_textbook_bubble(name, per_rank, expected) -> None:
@@ -203,13 +219,54 @@ def test_splitting_backwards_never_costs_time(p: int, m: int) -> None:
     assert bubble("zb-h1", p, 1, m) <= bubble("1f1b", p, 1, m)
 
 
-@given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 9))
-def test_validation_runs_every_microbatch_forward_only(p: int, v: int, m: int) -> None:
-    schedule = forward_only(PipelineShape(p, v, m))
+@pytest.mark.parametrize("name", ["zb-v", "dualpipev"])
+@given(p=st.integers(1, 8), more=st.integers(0, 12), unit=st.integers(1, 5))
+def test_in_a_v_ranks_wait_only_while_the_pipeline_fills(name: str, p: int, more: int, unit: int) -> None:
+    m, costs = 2 * p + more, {"forward": unit, "backward": 2 * unit, "weight": unit}
+
+    assert bubble(name, p, 2, m, **costs) == Fraction(p - 1, 6 * m + p - 1)
+
+
+def of_torch(planner: Any, shape: PipelineShape) -> Schedule:
+    """The order of a class of torch, whose pairs are a forward and a backward after each other."""
+    planner = planner.__new__(planner)
+    planner.pp_group_size, planner.num_stages = shape.num_ranks, shape.num_stages
+    planner._n_microbatches = shape.num_microbatches
+    kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+    steps = [filter(None, planner._calculate_single_rank_operations(rank)) for rank in range(shape.num_ranks)]
+    return Schedule(
+        tuple(
+            tuple(
+                Action(ActionKind(kinds[op.computation_type.name]), op.stage_index, op.microbatch_index)
+                for step in of_rank
+                for op in (step.sub_actions or (step,))
+            )
+            for of_rank in steps
+        )
+    )
+
+
+@given(p=st.integers(1, 6), m=st.integers(1, 16))
+def test_v_schedules_are_those_of_torch(p: int, m: int) -> None:
+    shape = PipelineShape(p, 2, m)
+    ours, theirs = SCHEDULES["zb-v"](shape), of_torch(ScheduleZBVZeroBubble, shape)
+
+    assert simulate(ours) == simulate(theirs) or simulate(ours).duration == simulate(theirs).duration
+    for mine, other in zip(ours.actions, theirs.actions, strict=True):  # weight gradients at the end are in any order
+        assert [a for a in mine if not a.kind.has_wgrad] == [a for a in other if not a.kind.has_wgrad]
+    if m >= 2 * p:  # with fewer theirs raises
+        assert SCHEDULES["dualpipev"](shape) == of_torch(ScheduleDualPipeV, shape)
+
+
+@given(named_shapes())
+def test_validation_runs_every_microbatch_forward_only(named) -> None:
+    name, shape = named
+    (p, v, m), schedule = astuple(shape), forward_only(SCHEDULES[name](shape))
 
     assert len(set(schedule)) == len(list(schedule)) == p * v * m
     assert all(action.kind is ActionKind.forward for action in schedule)
-    assert simulate(schedule).duration == v * m + p - 1 if m % p == 0 else simulate(schedule).duration > 0
+    duration = simulate(schedule).duration
+    assert duration == v * m + p - 1 if m % p == 0 and name not in PER_RANK else duration >= v * m
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
@@ -223,6 +280,15 @@ def test_interleaving_a_single_stage_is_refused_with_a_fix() -> None:
         SCHEDULES["interleaved"](PipelineShape(4, 1, 8))
 
 
+@pytest.mark.parametrize("name", PER_RANK)
+@pytest.mark.parametrize("per_rank", [1, 3])
+def test_a_v_has_two_stages_per_rank(name: str, per_rank: int) -> None:
+    with pytest.raises(
+        ScheduleError, match=f"{name} has {per_rank} per rank.*--num-virtual-stages-per-pipeline-rank 2"
+    ):
+        SCHEDULES[name](PipelineShape(4, per_rank, 8))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_without_a_pipeline_one_microbatch_is_in_flight_at_a_time(name: str) -> None:
     (actions,) = build_schedule(name, PipelineShape(1, 1, 3)).actions
@@ -231,8 +297,8 @@ def test_without_a_pipeline_one_microbatch_is_in_flight_at_a_time(name: str) -> 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_on_one_rank_keeps_what_it_must(name) -> None:
-    alive = simulate(SCHEDULES[name](PipelineShape(1, 1, 3))).peak_in_flight
-    assert alive == ((3,) if name == "gpipe" else (1,))
+    alive = simulate(SCHEDULES[name](PipelineShape(1, PER_RANK.get(name, 1), 3))).peak_in_flight
+    assert alive == ({"gpipe": 3, "zb-v": 2, "dualpipev": 3}.get(name, 1),)
 
 
 def test_a_new_schedule_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:

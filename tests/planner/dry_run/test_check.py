@@ -86,6 +86,7 @@ def test_a_rank_of_the_largest_world_of_a_recipe(recipe: str) -> None:
     [
         "--pipeline-schedule zb-h1 --num-layers 4",
         "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2 --num-layers 4",
+        "--pipeline-schedule dualpipev --num-virtual-stages-per-pipeline-rank 2 --num-layers 4",
         "--pipeline-schedule gpipe --recompute-granularity full",
         "--data-parallel-sharding-strategy optim_grads --sequence-parallel",
         "--data-parallel-sharding-strategy optim_grads_params --num-layers 4",  # the next layer is gathered ahead

@@ -153,6 +153,7 @@ LAYOUTS = {
         {"num_layers": 4},
     ),
     "pp zb-h1": (4, {"strategy": "optim_grads", "pp": 2}, {"pipeline_schedule": "zb-h1"}, {"num_layers": 4}),
+    "pp zb-v tied": (2, {"strategy": "optim", "pp": 2, "vpp": 2, "schedule": "zb-v"}, {}, {"num_layers": 4}),
     "cp ring": (4, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "p2p"}, {}),
     "ep": (4, {"strategy": "optim_grads", "ep": 2}, {}, MOE),
     "tp pp ep etp": (8, {"strategy": "optim", "tp": 2, "pp": 2, "etp": 1, "ep": 2}, {}, MOE),
@@ -244,9 +245,10 @@ def holds_what_is_planned(ctx: ParallelContext, case: Case) -> None:
 def check_buffers(run: Run) -> None:
     """Ranges of parameters in the flat buffers, and the bytes behind them."""
     wrappers, planned = run.data_parallel, run.plan.resident_bytes
-    parameters = {name: p for stage in run.stages.values() for name, p in stage.named_parameters()}
+    modules = [stage.module for stage in run.runnable.values() for _ in stage.callbacks]
     params, grads, opened = 0, 0, 0
-    for dp, buffer in zip(wrappers, run.plan.buffers, strict=True):
+    for dp, module, buffer in zip(wrappers, modules, run.plan.buffers, strict=True):
+        parameters = dict(module.named_parameters())
         start = dp.param_buffer.data_ptr()
         for bucket in buffer.layout.buckets:
             for param in bucket.params:
@@ -257,7 +259,7 @@ def check_buffers(run: Run) -> None:
         memories = {each.grads._memory for each in dp.buckets if hasattr(each.grads, "_memory")}
         opened += sum(memory.tensor.nbytes for memory in memories)
     of_params = nbytes(dp.param_buffer for dp in wrappers)
-    state = {key: size for key, size in nbytes(run.optimizer.state_tensors().values()).items() if key not in of_params}
+    state = {key: size for key, size in nbytes(run.optimizer.allocated_tensors).items() if key not in of_params}
     assert (params, grads, sum(state.values())) == (planned.params, planned.grads, planned.optimizer)
     assert opened == planned.grad_buckets
 

@@ -1,0 +1,114 @@
+"""Schedules of two stages per rank in a V: hidden states pass the ranks from first to last, then back.
+
+    rank     0   1   2   3         p = 4 ranks
+    a        0   1   2   3         the rank's first stage
+    b        7   6   5   4         the second one: the last stage, with the loss, is on rank 0
+
+zb_v          backwards split throughout, no bubble but the fill of the pipeline
+dualpipe_v    a forward beside a full backward of the other direction in the steady state
+
+A rank's order is written as phases: actions, and how often they run. The n-th action of a kind on a stage is that of
+microbatch n; W is the oldest that an I has left. With few microbatches the order is that of more, without the others.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+
+from nanotrain.errors import ScheduleError
+from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape, Schedule, backward_weight
+
+Phase = tuple[str, int]  # actions by kind and stage, as "Fa Ib W", and how often they run
+
+
+def zb_v(shape: PipelineShape) -> Schedule:
+    """ZB-V: zero bubble with the memory of 1F1B (Qi et al. 2023, section 6; 2024, section 4.2).
+
+        rank 0  F0a.F1a.F2a.F0b.I0b=W0b-F1b.I1b=W1b-F3a.I0a=W0a-F2b.I2b=W2b-F4a.I1a=W1a-..
+        rank 1      F0a.F0b.F1a.F1b.I0b=W0b-F2a.I0a=W0a-F2b.I1b=W1b-F3a.I1a=W1a-F3b.I2b=..
+
+    Where F, I and W take equally long, ranks wait only while the pipeline fills, for p - 1 of 6 m + p - 1 units. Rank r
+    keeps at most 2p inputs and activations of half of a rank's layers, as many bytes as the first rank of 1F1B.
+
+    Raises:
+        ScheduleError: other than two stages per rank.
+
+    >>> [str(action) for action in zb_v(PipelineShape(2, 2, 1)).actions[1]]
+    ['F1.0', 'F2.0', 'I2.0', 'I1.0', 'W2.0', 'W1.0']
+    """
+    p, number = shape.num_ranks, max(shape.num_microbatches, 2 * shape.num_ranks - 1)
+    phases = [
+        (
+            ("Fa", 2 * (p - rank) - 1),
+            ("Fb Fa", rank),
+            ("Fb Ib W", p - rank),
+            ("Fa Ia W Fb Ib W", number - 2 * p + rank + 1),
+            ("Ia W Fb Ib W", p - rank - 1),
+            ("Ia Ib", rank),
+            ("Ia W", p - rank),
+            ("W", 2 * rank),
+        )
+        for rank in range(p)
+    ]
+    return _v_schedule("zb-v", shape, phases)
+
+
+def dualpipe_v(shape: PipelineShape) -> Schedule:
+    """DualPipeV: DualPipe cut in half (DeepSeek-AI 2024, section 3.2.1, and the DualPipe repository).
+
+        rank 0  F0a.F1a.F2a.F0b.I0b=W0b-F1b.F3a.B1b=====F2b.B0a=====F4a.B2b=====F3b.B1a=====..
+        rank 1      F0a.F0b.F1a.F1b.F2a.B0b=====F2b.B0a=====F3a.B1b=====F3b.B1a=====F4a.B2b=..
+
+    In the steady state a rank runs a forward and a backward that do not depend on each other, one on each of its
+    stages. Rank r keeps at most 2p + 1 activations of half of a rank's layers.
+
+    Raises:
+        ScheduleError: other than two stages per rank.
+
+    >>> [str(action) for action in dualpipe_v(PipelineShape(1, 2, 2)).actions[0]]
+    ['F0.0', 'F1.0', 'F0.1', 'B1.0', 'F1.1', 'B0.0', 'B1.1', 'I0.1', 'W0.1']
+    """
+    p, number = shape.num_ranks, max(shape.num_microbatches, 2 * shape.num_ranks)
+    phases = [
+        (
+            ("Fa", 2 * (p - rank - 1)),
+            ("Fa Fb", rank + 1),
+            ("Ib W Fb", p - rank - 1),
+            ("Fa Bb Fb Ba", number - 2 * p + rank + 1),
+            ("Bb Fb Ba", p - rank - 1),
+            ("Bb Ba", (rank + 1) // 2),
+            ("Bb Ia", (rank + 1) % 2),
+            ("Ib Ia", (rank + 1) // 2),
+            ("W Ia", p - rank - 1),
+            ("W", rank + 1),
+        )
+        for rank in range(p)
+    ]
+    return _v_schedule("dualpipev", shape, phases)
+
+
+def _v_schedule(name: str, shape: PipelineShape, phases: Sequence[Sequence[Phase]]) -> Schedule:
+    """The actions of every rank from its phases, without microbatches that the step does not have."""
+    if shape.num_stages_per_rank != 2:
+        raise ScheduleError(
+            f"the schedule {name} has {shape.num_stages_per_rank} per rank of the stages that it places in a V",
+            why="every rank holds two: one on the way to the last rank and one on the way back",
+            fix="set --num-virtual-stages-per-pipeline-rank 2 or another --pipeline-schedule",
+        )
+    ends = ((rank, shape.num_stages - 1 - rank) for rank in range(shape.num_ranks))
+    ranks = (_numbered(of_rank, stages) for of_rank, stages in zip(phases, ends, strict=True))
+    return Schedule(tuple(tuple(a for a in actions if a.microbatch < shape.num_microbatches) for actions in ranks))
+
+
+def _numbered(phases: Sequence[Phase], stages: tuple[int, int]) -> Iterator[Action]:
+    """The actions of phases on the stages a and b."""
+    numbers, deferred = Counter[tuple[bool, int]](), deque[Action]()
+    for step in " ".join(" ".join([steps] * times) for steps, times in phases).split():
+        if step == "W":
+            yield deferred.popleft()
+            continue
+        kind, stage = ActionKind(step[0]), stages["ab".index(step[1])]
+        microbatch = numbers[kind.has_dgrad, stage]
+        numbers[kind.has_dgrad, stage] += 1
+        if kind is ActionKind.backward_input:
+            deferred.append(backward_weight(stage, microbatch))
+        yield Action(kind, stage, microbatch)
