@@ -167,19 +167,12 @@ def parallel_config(**options: Any) -> ParallelConfig:
 
 @dataclass(frozen=True)
 class Reply:
-    """The message from a rank to the test.
+    """The message from a rank to the test."""
 
-    Args:
-        kind: "result", "skip", "failure", "hang", or "peer_failure" for an error that another rank's failure causes.
-        coords: the rank's coordinates, "dp1 tp0".
-        text: reason or traceback.
-        result: pickled.
-    """
-
-    kind: str
-    coords: str = ""
-    text: str = ""
-    result: bytes = b""
+    kind: str  # result, skip, failure, hang, or peer_failure for an error that another rank's failure causes
+    coords: str = ""  # coordinates of the rank, "dp1 tp0"
+    text: str = ""  # reason or traceback
+    result: bytes = b""  # pickled
 
 
 @dataclass(frozen=True)
