@@ -49,7 +49,7 @@ def zb_v(shape: PipelineShape) -> Schedule:
         )
         for rank in range(p)
     ]
-    return _v_schedule("zb-v", shape, phases)
+    return _v_schedule("zb-v", shape, phases=phases)
 
 
 def dualpipe_v(shape: PipelineShape) -> Schedule:
@@ -83,10 +83,10 @@ def dualpipe_v(shape: PipelineShape) -> Schedule:
         )
         for rank in range(p)
     ]
-    return _v_schedule("dualpipev", shape, phases)
+    return _v_schedule("dualpipev", shape, phases=phases)
 
 
-def _v_schedule(name: str, shape: PipelineShape, phases: Sequence[Sequence[Phase]]) -> Schedule:
+def _v_schedule(name: str, shape: PipelineShape, *, phases: Sequence[Sequence[Phase]]) -> Schedule:
     """The actions of every rank from its phases, without microbatches that the step does not have."""
     if shape.num_stages_per_rank != 2:
         raise ScheduleError(
