@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 from nanotrain.config.parallel import ParallelConfig
 from nanotrain.errors import ScheduleError
@@ -219,45 +219,6 @@ def test_splitting_backwards_never_costs_time(p: int, m: int) -> None:
     assert bubble("zb-h1", p, 1, m) <= bubble("1f1b", p, 1, m)
 
 
-@pytest.mark.parametrize("name", ["zb-v", "dualpipev"])
-@given(p=st.integers(1, 8), more=st.integers(0, 12), unit=st.integers(1, 5))
-def test_in_a_v_ranks_wait_only_while_the_pipeline_fills(name: str, p: int, more: int, unit: int) -> None:
-    m, costs = 2 * p + more, {"forward": unit, "backward": 2 * unit, "weight": unit}
-
-    assert bubble(name, p, 2, m, **costs) == Fraction(p - 1, 6 * m + p - 1)
-
-
-def of_torch(planner: Any, shape: PipelineShape) -> Schedule:
-    """The order of a class of torch, whose pairs are a forward and a backward after each other."""
-    planner = planner.__new__(planner)
-    planner.pp_group_size, planner.num_stages = shape.num_ranks, shape.num_stages
-    planner._n_microbatches = shape.num_microbatches
-    kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
-    steps = [filter(None, planner._calculate_single_rank_operations(rank)) for rank in range(shape.num_ranks)]
-    return Schedule(
-        tuple(
-            tuple(
-                Action(ActionKind(kinds[op.computation_type.name]), op.stage_index, op.microbatch_index)
-                for step in of_rank
-                for op in (step.sub_actions or (step,))
-            )
-            for of_rank in steps
-        )
-    )
-
-
-@given(p=st.integers(1, 6), m=st.integers(1, 16))
-def test_v_schedules_are_those_of_torch(p: int, m: int) -> None:
-    shape = PipelineShape(p, 2, m)
-    ours, theirs = SCHEDULES["zb-v"](shape), of_torch(ScheduleZBVZeroBubble, shape)
-
-    assert simulate(ours) == simulate(theirs) or simulate(ours).duration == simulate(theirs).duration
-    for mine, other in zip(ours.actions, theirs.actions, strict=True):  # weight gradients at the end are in any order
-        assert [a for a in mine if not a.kind.has_wgrad] == [a for a in other if not a.kind.has_wgrad]
-    if m >= 2 * p:  # with fewer theirs raises
-        assert SCHEDULES["dualpipev"](shape) == of_torch(ScheduleDualPipeV, shape)
-
-
 @given(named_shapes())
 def test_validation_runs_every_microbatch_forward_only(named) -> None:
     name, shape = named
@@ -278,15 +239,6 @@ def test_several_stages_on_a_rank_are_refused_with_a_fix(name) -> None:
 def test_interleaving_a_single_stage_is_refused_with_a_fix() -> None:
     with pytest.raises(ScheduleError, match="--num-virtual-stages-per-pipeline-rank 2"):
         SCHEDULES["interleaved"](PipelineShape(4, 1, 8))
-
-
-@pytest.mark.parametrize("name", PER_RANK)
-@pytest.mark.parametrize("per_rank", [1, 3])
-def test_a_v_has_two_stages_per_rank(name: str, per_rank: int) -> None:
-    with pytest.raises(
-        ScheduleError, match=f"{name} has {per_rank} per rank.*--num-virtual-stages-per-pipeline-rank 2"
-    ):
-        SCHEDULES[name](PipelineShape(4, per_rank, 8))
 
 
 @pytest.mark.parametrize("name", NAMES)
