@@ -2,8 +2,8 @@
 
     with server.faults(lambda request: "500" if request.method == "PUT" else None): ...
 
-A fault is "500", "denied", "reset" (no answer), "truncated" (half of the body), "slow" or an exception to raise in the
-test's own process before the request is handled, as a kill.
+A fault is "500", "denied", "skewed" (the clock), "reset" (no answer), "truncated" (half of the body), "short" (as if
+half of it were all) or "slow".
 """
 
 import os
@@ -21,6 +21,8 @@ pytest.importorskip("flask_cors")
 
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
+
+from nanotrain.storage import remote
 
 SLOW_S = 0.2
 ERROR = "<Error><Code>{}</Code><Message>{}</Message></Error>"
@@ -62,8 +64,19 @@ class S3Server:
         if fault == "reset":
             environ["werkzeug.socket"].shutdown(2)
             raise ConnectionError("planted reset")
+        if fault == "short":
+            return self._short(environ, start_response)
         body = b"".join(self._app(environ, start_response))
         return self._half(body) if fault == "truncated" else [body]
+
+    def _short(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        """An answer that is whole, of half of the bytes that were asked for."""
+        started: list[Any] = []
+        body = b"".join(self._app(environ, lambda *args: started.extend(args)))
+        body = body[: len(body) // 2]
+        headers = [(name, value) for name, value in started[1] if name.lower() != "content-length"]
+        start_response(started[0], [*headers, ("Content-Length", str(len(body)))])
+        return [body]
 
     @staticmethod
     def _half(body: bytes) -> Iterator[bytes]:
@@ -84,6 +97,12 @@ class S3Server:
         """The requests of a block."""
         self.requests = []
         yield self.requests
+
+
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeat failed requests at once."""
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)  # the client's own, with pauses of seconds
 
 
 _server: list[S3Server] = []

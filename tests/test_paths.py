@@ -10,10 +10,8 @@ from nanotrain.data.data_path import parse_data_path
 from nanotrain.errors import ConfigError
 from nanotrain.paths import expanded, is_secret
 
+STORED = ("--run-dir", "--save", "--load")
 FLAGS = (
-    "--run-dir",
-    "--save",
-    "--load",
     "--save-fallback-dir",
     "--tensorboard-dir",
     "--exclude-documents",
@@ -74,3 +72,21 @@ def test_an_address_is_one_error_in_every_command(command: str, tmp_path: Path, 
     error = capsys.readouterr().err
     assert "error: s3://bucket/run" in error and "is no path: files are read and written by their path" in error
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag", STORED)
+def test_an_address_of_a_run_has_a_known_scheme_and_no_secrets(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(f"config --mock-data {flag} ftp://host/run".split()) == 2
+    assert "ftp://host/run cannot be reached: known are s3://" in capsys.readouterr().err
+    assert main(f"config --mock-data {flag} s3://me:hidden@bucket/run".split()) == 2
+    error = capsys.readouterr().err
+    assert "s3://bucket/run is no address" in error and "hidden" not in error
+    assert load_config(["--mock-data", flag, "s3://bucket/run"]).checkpoint.async_save == (flag != "--load")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_for_staging_without_object_storage_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="staging_dir.*neither is an address"):
+        load_config(["--mock-data", "--staging-dir", "x"])

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 
@@ -63,6 +63,15 @@ class Content(TypedDict):
     topology: Mapping[str, Any]  # the layout, for information only
 
 
+class StartedSave(NamedTuple):
+    """A save in the background on one rank."""
+
+    temporary: Path
+    tensors: Tensors  # in host memory
+    manifest: Manifest  # without tensors and files
+    prunes: bool
+
+
 class Checkpointer:
     """Writes and reads the checkpoints of a run.
 
@@ -94,11 +103,14 @@ class Checkpointer:
         self.num_failed = 0  # saves that failed so far
         self._stall_s = 0.0  # time for which saves have blocked the caller since `take_stall_s`
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments that make another one."""
+        return {name: getattr(self, name) for name in ("folder", "group", "keep_last", "keep_every", "timeout_s")}
+
     def in_folder(self, folder: Path) -> "Checkpointer":
         """Another folder with the same group and settings."""
-        return Checkpointer(
-            folder, group=self.group, keep_last=self.keep_last, keep_every=self.keep_every, timeout_s=self.timeout_s
-        )
+        return Checkpointer(**{**self.settings, "folder": folder})
 
     def save(self, step: int, tensors: Tensors, *, prunes: bool = True, **content: Unpack[Content]) -> Path:
         """Write one checkpoint. Every rank calls this; on return the checkpoint is complete and on the disk.
@@ -141,27 +153,35 @@ class Checkpointer:
         manifest = Manifest(step, {}, {}, **plain_json(content))  # as JSON now: the caller may change what it passed
         with self._attempt(step):
             temporary = self._begin(step, tensors)
-            staged = self._staging.copy(tensors)
+            save = StartedSave(temporary, self._staging.copy(tensors), manifest, prunes)
+        self._in_flight = step, BackgroundSave(lambda is_cancelled: self._write(save, is_cancelled))
 
-        def write(is_cancelled: Callable[[], bool]) -> Path | None:
-            try:
-                written = write_shard(temporary / self._shard_name, staged, manifest=_for_shard(manifest))
-                write_report(temporary, written, index=self.group.index)
-            except Exception as error:
-                with suppress(OSError, StorageFault):  # `wait` reports it too
-                    (temporary / self._shard_name).unlink(missing_ok=True)  # on a full disk the next line needs it
-                    write_failure(temporary, error, index=self.group.index)
-                raise
-            if not self.group.is_first:
-                return None
-            size = self.group.size
-            if wait_for_reports(temporary, size, timeout_s=self.timeout_s, is_cancelled=is_cancelled) < MAX_IN_THREAD:
-                merge_reports(temporary, size, manifest=manifest)
-            else:
-                merge_apart(temporary, size, manifest=manifest, is_cancelled=is_cancelled)
-            return self._pruned(commit.rename_to_final(self.folder, step), prunes=prunes)
+    def _write(self, save: "StartedSave", is_cancelled: Callable[[], bool]) -> Path | None:
+        """Write the shard of this rank; on the first rank, commit it with those of the others. Runs on a thread."""
+        temporary, index = save.temporary, self.group.index
+        try:
+            write_report(temporary, self._write_shard(save), index=index)
+        except Exception as error:
+            with suppress(OSError, StorageFault):  # `wait` reports it too
+                (temporary / self._shard_name).unlink(missing_ok=True)  # on a full disk the next line needs it
+                write_failure(temporary, error, index=index)
+            raise
+        if not self.group.is_first:
+            return None
+        nbytes = wait_for_reports(temporary, self.group.size, timeout_s=self.timeout_s, is_cancelled=is_cancelled)
+        return self._pruned(self._merge(save, nbytes, is_cancelled=is_cancelled), prunes=save.prunes)
 
-        self._in_flight = step, BackgroundSave(write)
+    def _write_shard(self, save: "StartedSave") -> Manifest:
+        return write_shard(save.temporary / self._shard_name, save.tensors, manifest=_for_shard(save.manifest))
+
+    def _merge(self, save: "StartedSave", nbytes: int, *, is_cancelled: Callable[[], bool]) -> Path:
+        """Commit a save from its reports of `nbytes`; returns its folder."""
+        size = self.group.size
+        if nbytes < MAX_IN_THREAD:
+            merge_reports(save.temporary, size, manifest=save.manifest)
+        else:
+            merge_apart(save.temporary, size, manifest=save.manifest, is_cancelled=is_cancelled)
+        return commit.rename_to_final(self.folder, save.manifest.step)
 
     def wait(self) -> Path | None:
         """Complete the save in flight and return its folder, or None without one. Every rank calls this.
@@ -262,6 +282,10 @@ class Checkpointer:
             CheckpointError: the newest is of a newer format.
         """
         return run_on_first(self.group, lambda: store.newest_complete(self.folder, below=below))
+
+    def set_aside_after(self, step: int) -> list[Path]:
+        """`commit.set_aside_after` in the folder of this run, on the first rank alone."""
+        return commit.set_aside_after(self.folder, step)
 
     def _begin(self, step: int, tensors: Tensors) -> Path:
         """Make the temporary folder of a save and check the free space."""

@@ -16,7 +16,8 @@ from pathlib import Path
 from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, TensorEntry
 from nanotrain.checkpoint.plan import coverage_fault
 from nanotrain.checkpoint.retention import deleted_name, try_to_remove
-from nanotrain.checkpoint.store import MANIFEST, leftovers, step_entries, step_folder, step_of
+from nanotrain.checkpoint.store import leftovers, step_entries, step_folder, step_of
+from nanotrain.checkpoint.stored import MANIFEST
 from nanotrain.errors import CheckpointError
 from nanotrain.runs.files import disk_errors, swap_names, write_text
 

@@ -1,6 +1,6 @@
 """Read chunks: open each needed shard file once, check every chunk, and copy parts of it to the target tensors.
 
-    ShardFile             one safetensors file, with the location of every key
+    ShardFile             one safetensors file, with the location of every key; on a disk, or in object storage
     read_chunks           carry out `plan_reads`, file after file, the chunks of a file in parallel
     read_global_tensors   full tensors, one at a time, for exports
     read_box              one box of a tensor
@@ -22,42 +22,104 @@ import torch
 from nanotrain.checkpoint.manifest import ChunkEntry, DamagedCheckpoint, Manifest, TensorEntry, damaged
 from nanotrain.checkpoint.plan import ChunkRead, plan_reads
 from nanotrain.checkpoint.store import read_manifest
+from nanotrain.checkpoint.stored import stored_at
 from nanotrain.checkpoint.write import PIECE_BYTES, crc32, file_threads, raw_bytes
 from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import SAFETENSORS_NAMES, TORCH_DTYPES
 from nanotrain.spec.boxes import TensorBox
+from nanotrain.storage.remote import Remote
 from nanotrain.untrusted import object_of, parse_json, shown
 
 Tensors = Mapping[TensorBox, torch.Tensor]
+HEAD_BYTES = 2**16  # of the first request of an object: the header of 400 chunks
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library; 600,000 chunks of 32 MiB
+
+
+class _LocalSource:
+    """A shard file on a disk."""
+
+    max_bytes = PIECE_BYTES  # of a read: the checksum finds them in the processor's cache
+
+    def __init__(self, path: Path) -> None:
+        # Without O_NOFOLLOW a link could lead out of the folder; O_NONBLOCK returns at once on a pipe.
+        self._handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        status = os.fstat(self._handle)
+        self.size = status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def read_into(self, into: memoryview, offset: int) -> int:
+        """Read at an offset; the number of bytes, which is 0 at the end of the file."""
+        return os.preadv(self._handle, [into], offset)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._handle)
+
+
+class RemoteSource:
+    """A shard file in object storage; each read is one request, but for what the first one brought.
+
+    Raises:
+        StorageFault: it cannot be read.
+    """
+
+    max_bytes = 2**31
+
+    def __init__(self, remote: Remote, size: int) -> None:
+        self._remote, self.size = remote, size
+        self._head = remote.read(0, min(size, HEAD_BYTES)) if size else b""
+
+    def read_into(self, into: memoryview, offset: int) -> int:
+        """As of a local file."""
+        stop = min(offset + len(into), self.size)
+        data = self._head[offset:stop] if stop <= len(self._head) else self._remote.read(offset, stop)
+        into[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _open_source(path: Path) -> "_LocalSource | RemoteSource":
+    """The file of this name, or the object that the record of its folder has in its place."""
+    try:
+        return _LocalSource(path)
+    except FileNotFoundError:
+        stored = stored_at(path.parent)
+        if stored is None or path.name not in stored.sizes:
+            raise
+        return RemoteSource(stored.remote / path.name, stored.sizes[path.name])
 
 
 class ShardFile:
     """An open shard file of a checkpoint.
 
+    Args:
+        path: the file; it may be in object storage.
+        source: what is read; None for the file.
+
     Raises:
         DamagedCheckpoint: it is missing, a link, no regular file, or has no readable header.
+        StorageFault: the object storage cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, source: RemoteSource | None = None) -> None:
         self.path = path
         try:
-            # Without O_NOFOLLOW a link could lead out of the folder; O_NONBLOCK returns at once on a pipe.
-            self._handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._source = source or _open_source(path)
         except OSError as error:
             why = "it is a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
             raise self._damaged(f"{path} cannot be opened", why) from None
         try:
             self._header, self._begin, self._size = self._read_header()
         except BaseException:
-            os.close(self._handle)
+            self._source.close()
             raise
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        os.close(self._handle)
+        self._source.close()
 
     def read(self, chunk: ChunkEntry, offset: int, *, into: memoryview) -> None:
         """Read a chunk at its offset into host memory of `chunk.nbytes` bytes.
@@ -67,8 +129,8 @@ class ShardFile:
         """
         done, checksum = 0, 0
         try:
-            while piece := into[done : done + PIECE_BYTES]:
-                count = os.preadv(self._handle, [piece], offset + done)
+            while piece := into[done : done + self._source.max_bytes]:
+                count = self._source.read_into(piece, offset + done)
                 if not count:
                     break
                 checksum, done = crc32(piece[:count], checksum), done + count
@@ -100,18 +162,22 @@ class ShardFile:
 
     def _read_header(self) -> tuple[dict[str, Any], int, int]:
         """The header, its end in the file, and the size of the file."""
-        status = os.fstat(self._handle)
-        if not stat.S_ISREG(status.st_mode):
+        size = self._source.size
+        if size is None:
             raise self._damaged(f"{self.path} is damaged", "it is no regular file")
-        length = int.from_bytes(os.pread(self._handle, 8, 0), "little")
-        if not 2 <= length <= min(status.st_size - 8, MAX_HEADER_BYTES):
-            why = f"a header of {length} bytes in a file of {status.st_size} bytes"
+        length = int.from_bytes(self._bytes(8, 0), "little")
+        if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+            why = f"a header of {length} bytes in a file of {size} bytes"
             raise self._damaged(f"{self.path} is damaged", why)
         try:
-            header = object_of(parse_json(os.pread(self._handle, length, 8)), "its header")
+            header = object_of(parse_json(self._bytes(length, 8)), "its header")
         except ValueError as error:
             raise self._damaged(f"{self.path} is damaged", f"its header is no JSON object ({error})") from None
-        return header, 8 + length, status.st_size
+        return header, 8 + length, size
+
+    def _bytes(self, length: int, offset: int) -> bytes:
+        data = bytearray(length)
+        return bytes(data[: self._source.read_into(memoryview(data), offset)])
 
     def _damaged(self, what: str, why: str) -> DamagedCheckpoint:
         return damaged(what, why=why, path=self.path.parent)

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from nanotrain.checkpoint.manifest import NewerFormat
 from nanotrain.checkpoint.store import (
-    MANIFEST,
     NAMES,
     complete_checkpoints,
     not_finite,
@@ -27,10 +26,13 @@ from nanotrain.checkpoint.store import (
     step_entries,
     step_of,
 )
-from nanotrain.errors import CheckpointError, EnvironmentFault
+from nanotrain.checkpoint.stored import MANIFEST, stored_at
+from nanotrain.errors import CheckpointError, EnvironmentFault, StorageFault
 from nanotrain.log import get_logger
 
-_OWN_FILE = re.compile(r"shard-\d{5,}-of-\d{5,}\.safetensors|\.?(manifest|written-\d{5,})\.json(\.\w+\.partial)?")
+_OWN_FILE = re.compile(
+    r"shard-\d{5,}-of-\d{5,}\.safetensors|\.?(manifest|object-storage|written-\d{5,})\.json(\.\w+\.partial)?"
+)
 log = get_logger(__name__)
 
 
@@ -111,9 +113,9 @@ def try_to_remove(path: Path, *, is_quiet: bool = False) -> None:
     """
     try:
         _remove(path)
-    except OSError as error:
+    except (OSError, StorageFault) as error:
         if not is_quiet:
-            _warn(path, error.strerror)
+            _warn(path, error.strerror if isinstance(error, OSError) else str(error))
 
 
 @cache
@@ -136,6 +138,8 @@ def _remove(path: Path) -> None:
         return
     if not path.is_dir():
         raise OSError(0, "it is a file that nanotrain did not write")
+    if ".deleted" in path.name and (stored := stored_at(path)):
+        stored.delete()  # first: this folder is the record that it has to be done
     for child in sorted(path.iterdir()):
         if _OWN_FILE.fullmatch(child.name) and (child.is_symlink() or not child.is_dir()):
             child.unlink()

@@ -10,7 +10,7 @@ checkpoints/
   step-00000300.superseded-1/  set aside by a run that resumed from an earlier step: never chosen, never deleted
 
 read_manifest, require_complete          one checkpoint
-saved_config, not_finite                 the configuration and the unsound tensors in a manifest, from its first lines
+saved_config, not_finite, file_sizes     configuration, unsound tensors and files in a manifest, from its first lines
 complete_checkpoints, newest_complete,   a folder of checkpoints; "latest" is always derived, never stored
 checkpoint_to_resume, find_checkpoint, find_manifest
 """
@@ -32,12 +32,12 @@ from nanotrain.checkpoint.manifest import (
     damaged,
     from_json,
 )
+from nanotrain.checkpoint.stored import MANIFEST, stored_at
 from nanotrain.errors import CheckpointError
 from nanotrain.log import get_logger
 from nanotrain.quantities import count_of, step_name
 from nanotrain.untrusted import object_of, parse_json, read_file, unreadable
 
-MANIFEST = "manifest.json"
 NAMES = "name a run folder, its checkpoints folder, or one step-NNNNNNNN of it"
 _NAME = re.compile(r"step-(\d{8,})(?:\.(.*))?")  # step, and what became of the folder
 LEFTOVER = ("tmp", "deleted", "was replaced")
@@ -92,6 +92,12 @@ def not_finite(path: Path) -> list[str]:
     return names if isinstance(names, list) else []
 
 
+def file_sizes(path: Path) -> dict[str, int]:
+    """The files in the manifest of a checkpoint, with their sizes in bytes."""
+    files = _first_lines(path).get("files")
+    return files if isinstance(files, dict) else {}
+
+
 def describe_not_finite(names: Sequence[str]) -> str:
     """The tensors of `not_finite` as text.
 
@@ -131,10 +137,16 @@ def require_files(path: Path, files: Mapping[str, int]) -> None:
     Raises:
         CheckpointError: one is missing or damaged.
     """
+    stored = stored_at(path)
     for name, size in files.items():
         try:
             status = os.lstat(path / name)
         except OSError as error:
+            if error.errno == errno.ENOENT and stored and name in stored.sizes:
+                if stored.sizes[name] != size:
+                    why = f"{name} has {stored.sizes[name]} of {size} bytes in {stored.remote}"
+                    raise damaged(f"{path} is incomplete", why=why, path=path) from None
+                continue
             why = f"{name} is missing" if error.errno == errno.ENOENT else f"{name}: {error.strerror}"
             raise damaged(f"{path} is incomplete", why=why, path=path) from None
         if not stat.S_ISREG(status.st_mode):

@@ -15,7 +15,7 @@ def option(
     name: str = "",
     check: Callable[[Any], bool] | None = None,
     secret: str = "",
-    is_path: bool = False,
+    is_path: bool | Literal["or address"] = False,
 ) -> Any:
     """Declare one field; the only place of its default.
 
@@ -25,7 +25,7 @@ def option(
         name: unique name behind the flag, where it is not the section's prefix and the field's own name.
         check: bound on the value; a value that fails it is a `ConfigError`.
         secret: environment variable to which files refer in place of the value; empty: the value is written.
-        is_path: whether `~` and $VARIABLES in the value are replaced.
+        is_path: whether `~` and $VARIABLES in the value are replaced; whether it may be an address.
     """
     metadata = {"meaning": meaning, "check": check, "name": name, "secret": secret, "is_path": is_path}
     if isinstance(default, list):
@@ -90,6 +90,11 @@ class Entry:
     @property
     def is_path(self) -> bool:
         return bool(self.field.metadata["is_path"])
+
+    @property
+    def takes_address(self) -> bool:
+        """Whether it may be a place in object storage."""
+        return bool(self.field.metadata["is_path"] == "or address")
 
     @property
     def is_optional(self) -> bool:

@@ -18,6 +18,7 @@ from nanotrain.config.references import MARK, FromEnvironment, as_written
 from nanotrain.config.suggest import advise, cure_of, did_you_mean, nearest_choice, other_value
 from nanotrain.errors import ConfigError, ErrorCollector
 from nanotrain.paths import expanded
+from nanotrain.storage.remote import is_address, parse
 from nanotrain.untrusted import LARGEST
 
 
@@ -276,7 +277,10 @@ def convert(entry: Entry, value: Any) -> Any:
 def convert_item(entry: Entry, value: Any) -> Any:
     """One value of a field, or one item of its list."""
     result: Any = convert_choice(entry, value) if entry.choices else CONVERSIONS[entry.item](entry, value)
-    result = expanded(result, may_be_address=entry.name.endswith("data_path")) if entry.is_path else result
+    if entry.is_path:
+        result = expanded(result, may_be_address=entry.takes_address or entry.name.endswith("data_path"))
+        if entry.takes_address and is_address(result):
+            parse(result)  # raises where it is none
     if result == "" and entry.default != "":
         raise ConfigError(f"{entry.key} is empty", why="it takes text", fix=entry.meaning)
     check = entry.field.metadata["check"]

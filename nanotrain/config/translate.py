@@ -24,6 +24,7 @@ from nanotrain.config.references import as_written
 from nanotrain.config.schema import ENTRIES, argument_of, convert, typed, value_of, with_values
 from nanotrain.errors import ConfigError, ErrorCollector
 from nanotrain.quantities import count_of
+from nanotrain.storage.remote import is_address
 
 UNFUSED_GELU = "--no-bias-gelu-fusion"
 
@@ -188,6 +189,8 @@ def implied(config: Config, explicit: frozenset[str], *, line: CommandLine) -> I
         yield "wandb", True, "wandb_project is set"
     if train.tensorboard_dir is not None and "train.tensorboard" not in explicit and not train.tensorboard:
         yield "tensorboard", True, "tensorboard_dir is set"
+    if is_address(train.run_dir or "") and "checkpoint.async_save" not in explicit and config.checkpoint.save:
+        yield "async_save", True, "run_dir is in object storage"
     parallel = config.parallel
     for name, value, why in implied_layers(model, parallel, explicit=explicit):
         yield name, value, why

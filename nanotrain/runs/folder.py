@@ -32,10 +32,12 @@ from typing import Any
 
 import yaml
 
+from nanotrain.config.config import Config
 from nanotrain.config.schema import unnest
 from nanotrain.errors import EnvironmentFault
 from nanotrain.runs.files import disk_errors, open_append, reason, write_all, write_text
 from nanotrain.runs.lock import LOCK_NAME
+from nanotrain.storage.remote import Remote, is_address, parse
 from nanotrain.untrusted import read_file
 
 _PROBE = b"this process can write here"
@@ -48,16 +50,30 @@ REPORTED_PACKAGES = ("nanotrain", "torch", "transformers", "datasets", "tokenize
 
 
 class RunFolder:
-    """The paths of a run."""
+    """The paths of a run.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Args:
+        path: the local folder.
+        remote: its address in object storage; None: it has none.
+    """
+
+    def __init__(self, path: Path, remote: Remote | None = None) -> None:
+        self.path, self.remote = path, remote
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
         self.report = path / "report.html"
         self.data = path / "data"
         self.tokenizer = path / "tokenizer"
+
+    @classmethod
+    def of(cls, config: Config) -> "RunFolder":
+        """The folder of a run; for one in object storage below `staging_dir`, under its bucket and name."""
+        place, staging = str(config.train.run_dir), Path(config.checkpoint.staging_dir or "runs")
+        if not is_address(place):
+            return cls(Path(place))
+        remote = parse(place)
+        return cls(staging / remote.path, remote)
 
     def check_writable(self, *, probes: bool = True) -> None:
         """Check that this folder, and that of its checkpoints if there is one, can be written; leaves nothing.

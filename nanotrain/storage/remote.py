@@ -140,9 +140,8 @@ class Remote:
 
         return self._retried("read", request)
 
-    def download(self, file: Path) -> None:
-        """Write the object into a file, in parts."""
-        size = self._retried("read", lambda: int(self._client().info(self.path)["size"]))
+    def download(self, file: Path, size: int) -> None:
+        """Write the object of `size` bytes into a file, in parts."""
         with file.open("wb") as out:
             for start in range(0, size, PART_BYTES):
                 out.write(self.read(start, min(start + PART_BYTES, size)))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from nanotrain.attention.backends import AttentionChoice, AttentionDevice
 from nanotrain.checkpoint.checkpointer import Checkpointer
+from nanotrain.checkpoint.remote_checkpointer import RemoteCheckpointer
 from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.device import compute_capability
 from nanotrain.comm.group import Group
@@ -43,6 +44,7 @@ from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES
 from nanotrain.precision.loss_scale import LossScale
+from nanotrain.runs.folder import RunFolder
 from nanotrain.train.batches import BatchIterator, BatchOptions, StepSettings
 from nanotrain.train.compile import describe_compile, with_compile
 from nanotrain.train.parts.part import BuiltModel, StepParts
@@ -96,7 +98,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
         optimizer=optimizer,
     )
     parts = build_parts(model)
-    checkpointer = _build_checkpointer(config, inputs.folder.checkpoints, context=context)
+    checkpointer = _build_checkpointer(config, inputs.folder, context=context)
     state = _load_start(model, parts, inputs=inputs, checkpointer=checkpointer)
     state.curve_batch_size = state.curve_batch_size or plan.sampler.global_batch_size
     batches = _open_batches(model, state=state)
@@ -284,14 +286,15 @@ def _build_train_iterator(
     return build_batch_iterator(batches, model.context, options=options)
 
 
-def _build_checkpointer(config: Config, folder: Path, *, context: ParallelContext) -> Checkpointer:
-    return Checkpointer(
-        folder,
+def _build_checkpointer(config: Config, folder: RunFolder, *, context: ParallelContext) -> Checkpointer:
+    local = Checkpointer(
+        folder.checkpoints,
         group=context.control,
         keep_last=config.checkpoint.keep_last,
         keep_every=config.checkpoint.save_retain_interval,
         timeout_s=config.parallel.distributed_timeout_minutes * 60,
     )
+    return RemoteCheckpointer(local, folder.remote, store=context.store) if folder.remote else local
 
 
 def _open_batches(model: BuiltModel, *, state: TrainState) -> GlobalBatchLoader:

@@ -14,6 +14,7 @@ import torch
 
 from nanotrain.attention.backends import AttentionChoice, AttentionDevice
 from nanotrain.attention.delta_rule import has_fla
+from nanotrain.checkpoint.stored import require_writable
 from nanotrain.comm import device
 from nanotrain.comm.parallel_context import Launch
 from nanotrain.config.config import Config, Fp8Config
@@ -65,9 +66,11 @@ def check(start: Start) -> None:
 
 def check_folders(start: Start) -> None:
     """Every folder that the run writes can be written, by a file of one rank per machine; none is created yet."""
-    train, fallback = start.config.train, start.config.checkpoint.save_fallback_dir
+    train, fallback, folder = start.config.train, start.config.checkpoint.save_fallback_dir, RunFolder.of(start.config)
     snapshot, probes = train.memory_snapshot_path, start.launch.local_rank == 0
-    RunFolder(Path(str(train.run_dir))).check_writable(probes=probes)
+    folder.check_writable(probes=probes)
+    if folder.remote and start.launch.rank == 0:
+        require_writable(folder.remote)
     folders = {
         ("the fallback folder", "--save-fallback-dir"): fallback,
         ("the TensorBoard folder", "--tensorboard-dir"): train.tensorboard_dir if train.tensorboard else None,

@@ -27,6 +27,7 @@ from nanotrain.checkpoint.store import (
     saved_config,
     step_entries,
 )
+from nanotrain.checkpoint.stored import fetched, mirror
 from nanotrain.config.config import Config, DataConfig, TrainConfig
 from nanotrain.config.load import Loaded
 from nanotrain.config.notation import read_named
@@ -47,6 +48,7 @@ from nanotrain.log import get_logger
 from nanotrain.prepare.quickstart import prepare_quickstart, task_path, user_cache
 from nanotrain.runs.files import OTHER_FOLDER, open_append
 from nanotrain.runs.folder import RunFolder
+from nanotrain.storage.remote import is_address, parse
 from nanotrain.train.run import RunInputs
 
 log = get_logger(__name__)
@@ -69,13 +71,13 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
     Raises:
         NanotrainError: invalid data, model, folder or checkpoint.
     """
-    config = loaded.config
+    config, folder = loaded.config, RunFolder.of(loaded.config)
+    if reads_checkpoint or config.checkpoint.use_checkpoint_args:
+        _fetch(config, folder)
     if config.checkpoint.pretrained_checkpoint:
         config = with_pretrained_model(config, loaded.explicit)
     elif config.checkpoint.use_checkpoint_args:
         config = with_checkpoint_model(config, loaded.explicit)
-    assert config.train.run_dir, "load sets a run folder for every run"
-    folder = RunFolder(Path(config.train.run_dir))
     folder.require_writable(probes=reads_checkpoint)
     data = _prepare_quickstart(config.data, folder) if uses_quickstart(config.data) else config.data
     tokenizer = tokenizer_of(data)
@@ -184,15 +186,15 @@ def _require_effect(config: Config, explicit: frozenset[str]) -> None:
 
 def _checkpoint_config(config: Config) -> tuple[Path, Mapping[str, Any]] | None:
     """The checkpoint of `--load`, otherwise the newest of the run folder, and the configuration in it."""
-    load, folder = config.checkpoint.load, Path(str(config.train.run_dir)) / "checkpoints"
+    load, folder = _load_path(config), RunFolder.of(config).checkpoints
     if load is None and not config.checkpoint.auto_resume:
         return None
-    steps = [named_checkpoint(Path(load))] if load is not None else step_entries(folder)[-1:]
+    steps = [named_checkpoint(load)] if load is not None else step_entries(folder)[-1:]
     for step in steps:
         if (settings := saved_config(step)) is not None:
             return step, settings
     # its first lines are not enough: the whole manifest, or the error in it
-    newest = Path(load) if load is not None else checkpoint_to_resume(folder)
+    newest = load if load is not None else checkpoint_to_resume(folder)
     if newest is None:
         return None
     found, manifest = find_manifest(newest)
@@ -225,9 +227,34 @@ def _with_vocabulary(config: Config, tokenizer: str | None) -> Config:
 
 def _checkpoint_to_load(config: Config, folder: RunFolder) -> Path | None:
     """The checkpoint of `--load`, otherwise the newest complete one of the run folder."""
-    if config.checkpoint.load is not None:
-        return find_checkpoint(Path(config.checkpoint.load))
+    if (load := _load_path(config)) is not None:
+        return find_checkpoint(load)
     return checkpoint_to_resume(folder.checkpoints) if config.checkpoint.auto_resume else None
+
+
+def _load_path(config: Config) -> Path | None:
+    """The local path of `--load`, for an address that of `_fetch`."""
+    load = config.checkpoint.load
+    if load is None or not is_address(load):
+        return None if load is None else Path(load)
+    return _load_base(config) / parse(load).path
+
+
+def _load_base(config: Config) -> Path:
+    return Path(config.checkpoint.staging_dir or "runs") / ".loaded"
+
+
+def _fetch(config: Config, folder: RunFolder) -> None:
+    """Bring small files of a run in object storage, and of `--load`, to this machine; one rank at a time."""
+    if folder.remote is not None:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        with _file_lock(folder.path / ".fetching"):
+            mirror(folder.remote, folder.path)
+    if is_address(load := config.checkpoint.load or ""):
+        base = _load_base(config)
+        base.mkdir(parents=True, exist_ok=True)
+        with _file_lock(base / ".fetching"):
+            fetched(parse(load), base)
 
 
 @contextmanager

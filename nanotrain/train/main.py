@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanotrain.config.config import Config
@@ -85,7 +84,7 @@ def pretrain(config: Config) -> "RunHistory":
 
     loaded = load_object(config)
     train(loaded)
-    return RunHistory.read(Path(str(loaded.config.train.run_dir)))
+    return RunHistory.read(RunFolder.of(loaded.config).path)
 
 
 def train(loaded: Loaded) -> None:
@@ -110,7 +109,7 @@ def train(loaded: Loaded) -> None:
         log.info("%s", note)
     start = Start(loaded.config, launch)
     check(start)
-    folder = RunFolder(Path(str(loaded.config.train.run_dir)))
+    folder = RunFolder.of(loaded.config)
     set_arithmetic(loaded.config)
     with claimed(folder, is_first=is_first):
         outlive_output("training goes on, its steps are in metrics.jsonl")

@@ -29,6 +29,7 @@ from nanotrain.optim.lr import LRSchedule
 from nanotrain.quantities import count_of, describe_count
 from nanotrain.runs.files import OTHER_FOLDER, disk_errors, make_folder, remove_folder
 from nanotrain.spec.counts import num_active_parameters, num_parameters
+from nanotrain.storage.remote import is_address
 from nanotrain.train.build import build_run
 from nanotrain.train.evaluate import EvaluateHook
 from nanotrain.train.hooks.checkpoint import CheckpointHook
@@ -37,6 +38,7 @@ from nanotrain.train.hooks.end_of_run import PlannedPeak, ReportHook, SampleHook
 from nanotrain.train.hooks.faults import DebugNanHook, ReplicasHook
 from nanotrain.train.hooks.hook import Hook, TimeoutHook
 from nanotrain.train.hooks.log import MAX_WIDTH, MIN_WIDTH, LogHook
+from nanotrain.train.hooks.object_storage import UploadHook
 from nanotrain.train.hooks.profile import ProfileHook, memory_snapshot
 from nanotrain.train.hooks.timers import TimersHook
 from nanotrain.train.hooks.track import TRACKERS, NotifyHook, TrackHook
@@ -191,6 +193,7 @@ def choose_hooks(config: Config, tokenizer: str | None, *, planned: PlannedPeak 
         (train.generate_tokens > 0, SampleHook(tokenizer)),
         (train.report, ReportHook()),
         (train.notify is not None, NotifyHook()),
+        (is_address(train.run_dir or ""), UploadHook()),
         (True, SummaryHook(planned)),
     ]
     return [hook for is_enabled, hook in hooks if is_enabled]

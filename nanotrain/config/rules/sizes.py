@@ -11,6 +11,7 @@ from nanotrain.config.parallel import DISCARDED_MODULES
 from nanotrain.config.schedules import length_schedule
 from nanotrain.config.schema import ENTRIES, value_of
 from nanotrain.errors import ConfigError
+from nanotrain.storage.remote import is_address
 
 
 class Unreadable(Exception):
@@ -47,6 +48,11 @@ class Values:
         if not self._has_model:
             raise Unreadable("model")
         return self.config.model
+
+
+def uses_object_storage(v: Values) -> bool:
+    """Whether the run, or the checkpoint that it starts from, is in object storage."""
+    return is_address(v.run_dir or "") or is_address(v.load or "")
 
 
 def has_split(v: Values) -> bool:
@@ -251,6 +257,7 @@ SIZES: dict[str, Callable[[Values], Any]] = {
     # the update rule of the parameters that Muon leaves, or of all
     "scalar_rule": lambda v: v.muon_scalar_optimizer if v.optimizer == "muon" else v.optimizer,
     "has_split": has_split,
+    "uses_object_storage": uses_object_storage,
     "decay_iters": decay_iters,
     "tenth_of_schedule": lambda v: max(1, v.decay_iters // 10),
     "schedule_unit": lambda v: "steps" if v.lr_warmup_samples is None and v.lr_decay_samples is None else "samples",

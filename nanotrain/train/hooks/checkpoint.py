@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
-from nanotrain.checkpoint.commit import set_aside_after
 from nanotrain.checkpoint.compatibility import kind_of
 from nanotrain.config.schema import to_dict
 from nanotrain.data.build import fingerprints
@@ -191,7 +190,7 @@ def _rename_later(run: Run) -> None:
     """Rename the checkpoints of later steps, which the run is going to repeat."""
     if not run.context.control.is_first:
         return
-    renamed = set_aside_after(run.checkpointer.folder, run.state.step)
+    renamed = run.checkpointer.set_aside_after(run.state.step)
     if renamed:
         names = ", ".join(path.name for path in renamed)
         log.info("starting at step %d: renamed later checkpoints: %s", run.state.step, names)

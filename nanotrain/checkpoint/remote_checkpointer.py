@@ -1,0 +1,213 @@
+"""`RemoteCheckpointer`: saves into a local folder that are uploaded by the same threads.
+
+    rank k   copy to host memory; thread: shard in the folder -> report -> ... -> upload, read back -> report
+    rank 0   thread: the same; all reports: manifest, rename -> address -> all reports: manifest in object storage
+
+The local folder is complete before anything is uploaded, so a run that ends in between resumes from it. Each machine
+may have its own folder: the reports are messages over the store at which the ranks met. What is uploaded is read back,
+and each chunk compared with its checksum in the manifest, before the manifest commits it.
+"""
+
+import json
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Unpack
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from nanotrain.checkpoint.background import POLL_S, report_path
+from nanotrain.checkpoint.checkpointer import Checkpointer, Content, StartedSave, Tensors
+from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, to_json
+from nanotrain.checkpoint.read import RemoteSource, ShardFile
+from nanotrain.checkpoint.store import file_sizes, step_entries, step_folder, step_of
+from nanotrain.checkpoint.stored import MANIFEST, MARKER, SUPERSEDED, FileUploads, Stored, mark, steps_of, stored_at
+from nanotrain.checkpoint.write import raw_bytes
+from nanotrain.errors import StorageFault
+from nanotrain.log import get_logger
+from nanotrain.runs.files import write_text
+from nanotrain.storage.remote import Remote
+
+UPLOADS = 3  # of a shard that differs from what was written
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """Texts between the threads of one save, by name; a failure of any rank ends all waits."""
+
+    store: Store
+    prefix: str
+    timeout_s: float
+    is_cancelled: Callable[[], bool]
+
+    def put(self, name: str, text: str = "") -> None:
+        """Send a text."""
+        self.store.set(self.prefix + name, zlib.compress(text.encode(), 1))  # type: ignore[arg-type]
+
+    def take(self, name: str, *, is_last: bool = False) -> str:
+        """Wait for a text; `is_last` forgets it, where nobody else reads it.
+
+        Raises:
+            StorageFault: a rank failed, the time is over, or the save was given up.
+        """
+        deadline, pause = time.monotonic() + self.timeout_s, POLL_S[0]
+        while not self.store.check([self.prefix + name]):
+            if self.store.check([self.prefix + "failed"]):
+                raise StorageFault("the checkpoint cannot be written", why=self._read("failed"))
+            if self.is_cancelled() or time.monotonic() > deadline:
+                why = f"another rank did not send {name} within {self.timeout_s:g} s"
+                raise StorageFault("the checkpoint was given up", why=why, fix="raise --distributed-timeout-minutes")
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_S[1])
+        text = self._read(name)
+        if is_last:
+            self.forget(name)
+        return text
+
+    def forget(self, name: str) -> None:
+        """Delete a text that all ranks have read."""
+        self.store.delete_key(self.prefix + name)
+
+    @contextmanager
+    def telling_failure(self, rank: int) -> Iterator[None]:
+        """Send an error of the block to all ranks."""
+        try:
+            yield
+        except Exception as error:
+            with suppress(Exception):  # the error itself matters more
+                self.put("failed", f"rank {rank}: {error}"[:2000])
+            raise
+
+    def _read(self, name: str) -> str:
+        return zlib.decompress(self.store.get(self.prefix + name)).decode()
+
+
+class RemoteCheckpointer(Checkpointer):
+    """Writes and reads the checkpoints of a run in object storage.
+
+    Args:
+        local: checkpointer of the local folder; a machine needs not see that of others.
+        remote: the address of the run.
+        store: the store at which the ranks met.
+    """
+
+    def __init__(self, local: Checkpointer, remote: Remote, *, store: Store) -> None:
+        super().__init__(**local.settings)
+        self._remote, self._store, self._num_saves = remote / "checkpoints", store, 0
+        self.files = FileUploads(self.folder.parent, remote)
+
+    def save(self, step: int, tensors: Tensors, *, prunes: bool = True, **content: Unpack[Content]) -> Path:
+        """As of `Checkpointer`; on return the checkpoint is complete in object storage."""
+        self.start_save(step, tensors, prunes=prunes, **content)
+        path = self.wait()
+        assert path is not None, "a save was in flight"
+        return path
+
+    def set_aside_after(self, step: int) -> list[Path]:
+        """As of `Checkpointer`, first in object storage."""
+        for path in step_entries(self.folder):
+            if step_of(path) > step and (stored := stored_at(path)):
+                (stored.remote / SUPERSEDED).write(b"")
+        return super().set_aside_after(step)
+
+    def _write(self, save: StartedSave, is_cancelled: Callable[[], bool]) -> Path | None:
+        self._num_saves += 1  # the same on all ranks
+        messages = _Messages(self._store, f"save-{self._num_saves}/", self.timeout_s, is_cancelled)
+        with messages.telling_failure(self.group.index):
+            save.temporary.mkdir(parents=True, exist_ok=True)  # on machines without the first rank
+            shard = self._write_shard(save)
+            messages.put(f"shard-{self.group.index}", to_json(shard))
+            if self.group.is_first:
+                final, older = self._commit_locally(save, messages)
+            place = json.loads(messages.take("place"))
+            stored = Stored(self._remote / place["folder"], place["sizes"])
+            self._upload(stored.remote, save, shard=shard)
+            messages.put(f"uploaded-{self.group.index}")
+            if self.group.is_first:
+                return self._commit_remotely(final, stored, older=older, messages=messages, prunes=save.prunes)
+            self._forget_shard(save, stored)
+        return None
+
+    def _commit_locally(self, save: StartedSave, messages: _Messages) -> tuple[Path, list[Stored]]:
+        """Commit in the folder and choose the address; returns the local folder, and saves that this one replaces."""
+        nbytes = 0
+        for index in range(self.group.size):
+            text = messages.take(f"shard-{index}", is_last=True)
+            write_text(report_path(save.temporary, index), text)
+            nbytes += len(text)
+        final = step_folder(self.folder, save.manifest.step)
+        (final / MARKER).unlink(missing_ok=True)  # of a save that is replaced, which stays until the new one is there
+        self._merge(save, nbytes, is_cancelled=messages.is_cancelled)
+        older, name = list[Stored](), final.name
+        for saves in steps_of(self._remote.sizes()).values():
+            for each in saves:
+                stored = Stored(self._remote / each.folder, {file: stat.size for file, stat in each.objects.items()})
+                if not each.is_committed:  # left by a kill
+                    stored.delete()
+                elif each.folder.partition(".")[0] == final.name:
+                    older += [] if each.is_superseded else [stored]
+                    name = f"{final.name}.{each.number + 1}"
+        messages.put("place", json.dumps({"folder": name, "sizes": file_sizes(final)}))
+        return final, older
+
+    def _commit_remotely(
+        self, final: Path, stored: Stored, *, older: list[Stored], messages: _Messages, prunes: bool
+    ) -> Path:
+        """Upload the manifest after all shards, then delete what is not kept, and the local shards of older steps."""
+        for index in range(self.group.size):
+            messages.take(f"uploaded-{index}", is_last=True)
+        (stored.remote / MANIFEST).put(final / MANIFEST)
+        messages.forget("place")
+        mark(final, stored)
+        log.info("uploaded %s", stored.remote)
+        for each in older:
+            each.delete()
+        for path in step_entries(self.folder):
+            if path != final and (other := stored_at(path)):
+                for name in other.sizes:
+                    (path / name).unlink(missing_ok=True)
+        self._pruned(final, prunes=prunes)
+        self.files.upload()
+        return final
+
+    def _upload(self, remote: Remote, save: StartedSave, *, shard: Manifest) -> None:
+        """Upload the shard of this rank, and compare every chunk of the object with its checksum.
+
+        Raises:
+            StorageFault: it cannot be written, or differs each time.
+        """
+        for name, size in shard.files.items():
+            final = step_folder(self.folder, shard.step) / name
+            file = final if final.exists() else save.temporary / name  # of a machine without the first rank
+            for _ in range(UPLOADS):
+                (remote / name).put(file)
+                try:
+                    self._read_back(remote / name, size, shard=shard)
+                    break
+                except DamagedCheckpoint as error:
+                    fault = error
+            else:
+                why = f"uploaded {UPLOADS} times, it differs from what was written: {fault}"
+                raise StorageFault(f"{remote / name} cannot be written", why=why, fix="check memory and network")
+
+    @staticmethod
+    def _read_back(remote: Remote, size: int, *, shard: Manifest) -> None:
+        with ShardFile(Path(remote.path), RemoteSource(remote, size)) as source:
+            for entry in shard.tensors.values():
+                for chunk in entry.chunks:
+                    into = raw_bytes(torch.empty(chunk.nbytes, dtype=torch.uint8))
+                    source.read(chunk, source.offset(chunk, entry.dtype), into=into)
+
+    def _forget_shard(self, save: StartedSave, stored: Stored) -> None:
+        """On a machine without the first rank: only the record of the address stays."""
+        final = step_folder(self.folder, save.manifest.step)
+        if not (final / MANIFEST).exists():
+            mark(final, stored)
+            (save.temporary / self._shard_name).unlink(missing_ok=True)
+            with suppress(OSError):  # of other ranks of this machine
+                save.temporary.rmdir()

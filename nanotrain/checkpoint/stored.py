@@ -1,0 +1,210 @@
+"""Runs in object storage and their local folders: small files and an index of the checkpoints, without their shards.
+
+    s3://bucket/run/checkpoints/step-00000100/             committed by its manifest.json, which is written last
+                                step-00000100.2/           the same step saved again: the highest number counts
+                                step-00000050/superseded   set aside: the run went back to an earlier step
+    FOLDER/checkpoints/step-00000100/manifest.json         the same manifest
+                                     object-storage.json   address and sizes of the shards that are not in the folder
+
+    stored_at, mark       the shards of a local step folder that are in object storage
+    steps_of, Generation  the checkpoints of a listing
+    mirror                make or renew the local folder of an address, from one listing
+    FileUploads           the other way: files of a run folder that have changed
+
+An object store cannot rename: a commit, and setting a step aside, are one object each.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from nanotrain.errors import CheckpointError, ConfigError
+from nanotrain.runs.files import disk_errors, write_text
+from nanotrain.storage.remote import MissingObject, Remote, Stat, is_address, parse
+from nanotrain.untrusted import object_of, parse_json, read_file, whole_number
+
+MANIFEST, MARKER, SUPERSEDED = "manifest.json", "object-storage.json", "superseded"
+_STEP = re.compile(r"(.*?)(step-\d{8,})(?:\.([1-9]\d{0,8}))?/([^/]+)")  # folder, step, generation, name of an object
+_SHARD = re.compile(r"(.*/)?shard-\d{5,}-of-\d{5,}\.safetensors")
+_UNSAFE = re.compile(r"(^|/)(\.{0,2})(/|$)|[\x00-\x1f\\]")  # an object's name may be that of a file elsewhere
+
+
+class Stored(NamedTuple):
+    """The folder of a checkpoint in object storage, and the sizes of its shards in bytes by name."""
+
+    remote: Remote
+    sizes: Mapping[str, int]
+
+    def delete(self) -> None:
+        """Delete it, the manifest first: what is left by a kill is no checkpoint."""
+        self.remote.delete([MANIFEST])
+        self.remote.delete([*self.sizes, SUPERSEDED])
+
+
+def stored_at(path: Path) -> Stored | None:
+    """Where the shards of a step folder are in object storage; None if they are not, or the record is unreadable."""
+    try:
+        body = object_of(parse_json(read_file(path / MARKER, follows_links=False)), MARKER)
+        sizes, address = object_of(body.get("sizes"), "sizes"), str(body.get("address"))
+        remote = parse(address) if is_address(address) else None
+        return None if remote is None else Stored(remote, {name: whole_number(sizes[name], name) for name in sizes})
+    except (OSError, ValueError, ConfigError):
+        return None
+
+
+def mark(path: Path, stored: Stored) -> None:
+    """Record where the shards of a step folder are; it is made where it is missing."""
+    with disk_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
+    write_text(path / MARKER, json.dumps({"address": str(stored.remote), "sizes": dict(stored.sizes)}))
+
+
+class Generation(NamedTuple):
+    """One save of a step in object storage."""
+
+    folder: str  # below the listed one
+    number: int  # 1 for step-00000100, 2 for step-00000100.2
+    objects: dict[str, Stat]
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether it is a checkpoint, set aside or not."""
+        return MANIFEST in self.objects
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether a run went back to an earlier step."""
+        return SUPERSEDED in self.objects
+
+
+def steps_of(found: Mapping[str, Stat]) -> dict[str, list[Generation]]:
+    """The saves in a listing by the local name of their folder, oldest first.
+
+    >>> found = dict.fromkeys(["step-00000004.2/manifest.json", "step-00000004/manifest.json"], Stat(1, 0.0))
+    >>> [save.folder for save in steps_of(found)["step-00000004"]]
+    ['step-00000004', 'step-00000004.2']
+    """
+    saves: dict[str, dict[str, Generation]] = {}
+    for name, stat in found.items():
+        if match := _STEP.fullmatch(name):
+            folder, local = name.rpartition("/")[0], match[1] + match[2]
+            save = saves.setdefault(local, {}).setdefault(folder, Generation(folder, int(match[3] or 1), {}))
+            save.objects[match[4]] = stat
+    return {local: sorted(found.values(), key=lambda save: save.number) for local, found in saves.items()}
+
+
+def mirror(remote: Remote, folder: Path) -> None:
+    """Bring the small files below an address into a local folder, and its checkpoints without their shards.
+
+    Of two versions of a file the newer one stays. Checkpoints of the folder that were deleted in object storage go.
+
+    Raises:
+        StorageFault: it cannot be reached.
+    """
+    found = {name: stat for name, stat in remote.sizes().items() if not _UNSAFE.search(name)}
+    saves = steps_of(found)
+    current = {
+        local: committed[-1]
+        for local, generations in saves.items()
+        if (committed := [save for save in generations if save.is_committed and not save.is_superseded])
+    }
+    of_steps = {f"{save.folder}/{name}" for saved in saves.values() for save in saved for name in save.objects}
+    for name, stat in found.items():
+        file = folder / name
+        is_newer = not file.exists() or file.stat().st_mtime < stat.changed
+        if name not in of_steps and is_newer and not _SHARD.fullmatch(name):
+            with disk_errors(file):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                (remote / name).download(file, stat.size)
+    for step in [*folder.glob("step-*[0-9]"), *folder.glob("checkpoints/step-*[0-9]")]:
+        if "." not in step.name and str(step.relative_to(folder)) not in current and stored_at(step):
+            shutil.rmtree(step, ignore_errors=True)
+    for local, save in current.items():
+        _mirror_step(folder / local, remote / save.folder, objects=save.objects)
+    if MANIFEST in found:  # the folder of one checkpoint
+        mark(folder, Stored(remote, _shards(found)))
+
+
+def _mirror_step(step: Path, remote: Remote, *, objects: Mapping[str, Stat]) -> None:
+    known, stored = stored_at(step), Stored(remote, _shards(objects))
+    if known == stored and (step / MANIFEST).is_file():
+        return
+    text = (remote / MANIFEST).read(0, objects[MANIFEST].size)
+    with disk_errors(step):
+        if not (step / MANIFEST).is_file() or (step / MANIFEST).read_bytes() != text:
+            shutil.rmtree(step, ignore_errors=True)
+            step.mkdir(parents=True)
+            write_text(step / MANIFEST, text.decode(errors="replace"))
+    mark(step, stored)
+
+
+def _shards(objects: Mapping[str, Stat]) -> dict[str, int]:
+    return {name: stat.size for name, stat in objects.items() if _SHARD.fullmatch(name)}
+
+
+def fetched(remote: Remote, base: Path) -> Path:
+    """The local folder of an address that a command reads: a run, its checkpoints folder or one step of it.
+
+    Args:
+        remote: the address.
+        base: the folder in which the local one is, below bucket and name.
+
+    Raises:
+        CheckpointError: there is nothing at the address.
+        StorageFault: it cannot be reached.
+    """
+    names, run = remote.path.split("/"), remote
+    while len(names) > 1 and re.fullmatch(r"step-\d{8,}(\.\d+)?|checkpoints", names[-1]):
+        names, run = names[:-1], run.parent
+    mirror(run, base / run.path)
+    path = base / remote.path
+    if not path.is_dir() or not any(path.iterdir()):
+        why = "no object begins with this name, or the checkpoint was not finished"
+        raise CheckpointError(f"{remote} is not there", why=why, fix="list the bucket, and name a run or a step of it")
+    return path
+
+
+class FileUploads:
+    """Uploads the files of a run folder that have changed: those in it, and those of its tokenizer.
+
+    Args:
+        folder: the run folder.
+        remote: its address.
+    """
+
+    def __init__(self, folder: Path, remote: Remote) -> None:
+        self._folder, self._remote = folder, remote
+        self._versions: dict[str, tuple[int, int]] = {}  # of what is there, by name
+
+    def upload(self) -> None:
+        """Upload what has changed since the last call.
+
+        Raises:
+            StorageFault: a file cannot be written.
+        """
+        for file in sorted([*self._folder.glob("[!.]*.*"), *self._folder.glob("tokenizer/*")]):
+            if file.is_symlink() or not file.is_file() or file.suffix == ".lock":
+                continue
+            name, status = str(file.relative_to(self._folder)), file.stat()
+            version = status.st_mtime_ns, status.st_size
+            if self._versions.get(name) != version:
+                (self._remote / name).put(file)
+                self._versions[name] = version
+
+
+def require_writable(remote: Remote) -> None:
+    """Write and delete a small object.
+
+    Raises:
+        StorageFault: it cannot be written or deleted.
+    """
+    try:
+        (remote / ".writable").write(b"this process can write here")
+        remote.delete([".writable"])
+    except MissingObject as error:
+        raise type(error)(
+            error.what, why=error.why, fix="make the bucket, or name another one with --run-dir"
+        ) from None

@@ -1,0 +1,125 @@
+"""Local folders of runs in object storage: what comes from a listing, and what a strange bucket cannot do."""
+
+from pathlib import Path
+
+import pytest
+
+from nanotrain.checkpoint.stored import (
+    MARKER,
+    FileUploads,
+    Stored,
+    fetched,
+    mark,
+    mirror,
+    require_writable,
+    steps_of,
+    stored_at,
+)
+from nanotrain.errors import CheckpointError, StorageFault
+from nanotrain.storage.remote import MissingObject, Remote, Stat, parse
+from tests import s3_server
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    s3_server.without_pauses(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def bucket() -> str:
+    return s3_server.make_bucket("stored")
+
+
+@pytest.fixture
+def run(bucket: str, request: pytest.FixtureRequest) -> Remote:
+    return parse(f"{bucket}/{request.node.name.partition('[')[0]}")
+
+
+def write(run: Remote, *names: str) -> None:
+    for name in names:
+        (run / name).write(name.encode())
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_the_record_of_a_folder_comes_back_and_a_damaged_one_is_none(tmp_path: Path) -> None:
+    stored = Stored(parse("s3://b/run/checkpoints/step-00000001"), {"shard-00000-of-00001.safetensors": 7})
+    mark(tmp_path / "new", stored)
+    assert stored_at(tmp_path / "new") == stored and stored_at(tmp_path) is None
+    for text in (
+        "",
+        "[]",
+        '{"address": "ftp://b/x", "sizes": {}}',
+        '{"address": "x", "sizes": {}}',
+        '{"sizes": {"a": -1}}',
+    ):
+        (tmp_path / MARKER).write_text(text)
+        assert stored_at(tmp_path) is None
+
+
+def test_the_highest_generation_is_the_last_one() -> None:
+    names = [f"checkpoints/step-00000004{end}/manifest.json" for end in (".10", "", ".2")]
+    saves = steps_of(dict.fromkeys(names, Stat(1, 0.0)))
+    assert [save.number for save in saves["checkpoints/step-00000004"]] == [1, 2, 10]
+
+
+def test_a_folder_gets_small_files_and_committed_steps_without_shards(run: Remote, tmp_path: Path) -> None:
+    shard = "shard-00000-of-00001.safetensors"
+    write(run, "config.yaml", "tokenizer/tokenizer.json", f"checkpoints/step-00000001/{shard}")
+    write(run, "checkpoints/step-00000001/manifest.json", f"checkpoints/step-00000002/{shard}")
+    write(run, "checkpoints/step-00000003/manifest.json", "checkpoints/step-00000003/superseded")
+    mirror(run, tmp_path)
+    step = "checkpoints/step-00000001"
+    assert files(tmp_path) == [f"{step}/manifest.json", f"{step}/{MARKER}", "config.yaml", "tokenizer/tokenizer.json"]
+    (tmp_path / "config.yaml").write_text("newer, not uploaded")
+    run.delete([f"{step}/manifest.json"])
+    mirror(run, tmp_path)
+    assert files(tmp_path) == ["config.yaml", "tokenizer/tokenizer.json"], "deleted there, gone here"
+    assert (tmp_path / "config.yaml").read_text() == "newer, not uploaded"
+
+
+def test_names_that_lead_out_of_the_folder_are_left_out(
+    run: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["../a", "a/../../b", "/c", "d//e", "f/.", "ok", "g\\h", "step-00000001/../../manifest.json"]
+    monkeypatch.setattr(Remote, "sizes", lambda self: dict.fromkeys(names, Stat(1, 1.0)))
+    monkeypatch.setattr(Remote, "download", lambda self, file, size: file.write_text("x"))
+    mirror(run, tmp_path / "run")
+    assert files(tmp_path) == ["run/ok"]
+
+
+def test_a_command_gets_a_run_a_step_or_one_error(run: Remote, tmp_path: Path) -> None:
+    write(run, "config.yaml", "checkpoints/step-00000001/manifest.json")
+    step = "checkpoints/step-00000001"
+    for name in ("checkpoints", step):
+        assert fetched(run / name, tmp_path) == tmp_path / run.path / name
+    assert (tmp_path / run.path / "config.yaml").is_file()
+    with pytest.raises(CheckpointError, match=r"step-00000009 is not there"):
+        fetched(run / "checkpoints/step-00000009", tmp_path)
+
+
+def test_files_that_have_not_changed_are_not_uploaded_again(run: Remote, tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "run.lock", ".hidden.txt", "tokenizer/tokenizer.json", "profile/trace.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    uploads = FileUploads(tmp_path, run)
+    uploads.upload()
+    assert sorted(run.sizes()) == ["metrics.jsonl", "tokenizer/tokenizer.json"]
+    (tmp_path / "metrics.jsonl").write_text("more")
+    with s3_server.server().counted() as requests:
+        uploads.upload()
+    assert [request.method for request in requests] == ["PUT"]
+
+
+def test_what_would_fail_at_the_first_save_fails_at_the_start(bucket: str, run: Remote) -> None:
+    require_writable(run)
+    assert run.sizes() == {}
+    with pytest.raises(MissingObject, match=r"no-such-bucket.*another one with --run-dir"):
+        require_writable(parse("s3://no-such-bucket/run"))
+    with (
+        s3_server.server().faults(lambda request: "denied" if request.method == "PUT" else None),
+        pytest.raises(StorageFault, match=r"Access Denied.*credentials"),
+    ):
+        require_writable(run)
