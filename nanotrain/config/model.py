@@ -116,6 +116,7 @@ class YarnConfig:
     beta_slow: float = option(1.0, "YaRN: pairs with fewer rotations in the original context are scaled fully", check=above(0))
     correction_range_round_to_int: bool = option(True, "YaRN: round the range of interpolated pairs to whole pairs", name="yarn_correction_range_round_to_int")
     mscale: float = option(1.0, "YaRN: coefficient of the growth of cosines and sines", check=at_least(0))
+    query_scaling_beta: float = option(0.0, "YaRN: multiply a query by 1 + beta * log(1 + floor(position / original_max_position_embeddings)) (Ministral 3); 0: none", check=at_least(0))
     mscale_all_dim: float = option(0.0, "YaRN: coefficient that divides it, with MLA of the growth of the softmax scale; 0: none", check=at_least(0))
 
     @property

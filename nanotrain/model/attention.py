@@ -21,7 +21,7 @@ from nanotrain.memory.recompute import Recompute
 from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext, ModelParallel, TokenCache
 from nanotrain.model.norm import build_head_norm
 from nanotrain.model.parameters import Parameters
-from nanotrain.model.rope import apply_rotary
+from nanotrain.model.rope import apply_rotary, scale_query
 from nanotrain.model.router_stats import StatefulModule
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
 from nanotrain.spec.shape import ModelShape
@@ -73,7 +73,7 @@ class Attention(nn.Module):
         if self.query_factor != 1.0:
             query = query * self.query_factor
         rotary = context.rotary[int(self.has_window)] if self.has_rope else None
-        query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+        query, key = scale_query(apply_rotary(query, rotary), rotary), apply_rotary(key, rotary)
         scores = self.scores(context, sink=self.softmax_offset, device=query.device)
         mask = context.masks[int(self.has_window)]  # torch 2.11 does not trace a bool as an index
         attended = self.core_attention(query, key=key, value=value, mask=mask, scores=scores)

@@ -29,7 +29,7 @@ from nanotrain.model.attention import LayerScores
 from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext, ModelParallel, TokenCache
 from nanotrain.model.norm import build_norm
 from nanotrain.model.parameters import Parameters
-from nanotrain.model.rope import Rotary, apply_rotary
+from nanotrain.model.rope import Rotary, apply_rotary, scale_query
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
 from nanotrain.spec.shape import ModelShape
 
@@ -115,7 +115,7 @@ class MultiLatentAttention(nn.Module):
             query = query * self.softmax_mscale
         query_nope, query_rope = query.split(self.query_sizes, dim=-1)
         key_nope, value = key_value.split(self.key_value_sizes, dim=-1)
-        query = torch.cat((query_nope, apply_rotary(query_rope, rotary)), dim=-1)
+        query = scale_query(torch.cat((query_nope, apply_rotary(query_rope, rotary)), dim=-1), rotary)
         key_rope = apply_rotary(self.tensor_parallel.enter(shared_key)[:, :, None], rotary)
         key = torch.cat((key_nope, key_rope.expand(-1, -1, key_nope.shape[2], -1)), dim=-1)
         return query, key, value

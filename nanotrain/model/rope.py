@@ -1,4 +1,5 @@
-"""Rotary position embeddings (RoPE): `inverse_frequencies`, `RotaryTables` (cosines and sines), `apply_rotary`.
+"""Rotary position embeddings (RoPE): `inverse_frequencies`, `RotaryTables` (cosines and sines), `apply_rotary`,
+`scale_query`.
 
 R channels of a head are R/2 pairs (x[i], x[i + R/2]), the half-rotation convention of Llama and Hugging Face. Pair i at
 position p is rotated by the angle p * inverse_frequency[i]. The remaining channels stay as they are.
@@ -24,6 +25,12 @@ class Rotary:
 
     cos: Tensor
     sin: Tensor
+    query_scale: Tensor | None = None  # [S, 1, 1] or [B, S, 1, 1], a factor of each query by its position
+
+    def first(self, length: int) -> "Rotary":
+        """Those of the first positions."""
+        scale = self.query_scale
+        return Rotary(self.cos[:length], self.sin[:length], None if scale is None else scale[:length])
 
 
 def inverse_frequencies(model_config: ModelConfig, *, is_local: bool = False) -> Tensor:
@@ -83,7 +90,8 @@ class RotaryTables:
     def __init__(self, model_config: ModelConfig, *, is_local: bool = False) -> None:
         self._inverse_frequencies = inverse_frequencies(model_config, is_local=is_local)
         is_scaled = not is_local or model_config.rotary_base_local is None
-        self._length = model_config.yarn.rotary_mscale if is_scaled and model_config.yarn is not None else 1.0
+        self._yarn = model_config.yarn if is_scaled else None
+        self._length = 1.0 if self._yarn is None else self._yarn.rotary_mscale
         self._cache: dict[tuple[torch.device, torch.dtype], Rotary] = {}
 
     def at(self, positions: int | Tensor, *, like: Tensor) -> Rotary:
@@ -100,7 +108,7 @@ class RotaryTables:
         if cached is None or cached.cos.shape[0] < positions:
             cached = self._compute(torch.arange(positions, device=like.device), like)
             self._cache[key] = cached
-        return Rotary(cached.cos[:positions], cached.sin[:positions])
+        return cached.first(positions)
 
     def _compute(self, positions: Tensor, like: Tensor) -> Rotary:
         # Kept on the device: the host would wait for a copy of every microbatch, as its memory is not pinned.
@@ -108,7 +116,15 @@ class RotaryTables:
         # Angles need fp32: bf16 rounds position 257 to 256.
         with torch.no_grad():
             angles = positions.float()[..., None, None] * self._inverse_frequencies
-            return Rotary(*((x * self._length).to(like.dtype) for x in (angles.cos(), angles.sin())))
+            cos, sin = ((x * self._length).to(like.dtype) for x in (angles.cos(), angles.sin()))
+            return Rotary(cos, sin, self._query_scale(positions, like))
+
+    def _query_scale(self, positions: Tensor, like: Tensor) -> Tensor | None:
+        """1 in the original context, and more with every further one."""
+        if self._yarn is None or self._yarn.query_scaling_beta == 0:
+            return None
+        contexts = positions[..., None, None] // self._yarn.original_max_position_embeddings
+        return (1 + self._yarn.query_scaling_beta * contexts.float().log1p()).to(like.dtype)
 
 
 def apply_rotary(x: Tensor, rotary: Rotary | None) -> Tensor:
@@ -126,3 +142,8 @@ def apply_rotary(x: Tensor, rotary: Rotary | None) -> Tensor:
     cos, sin, num_pairs = rotary.cos, rotary.sin, rotary.cos.shape[-1]
     low, high, rest = x.split((num_pairs, num_pairs, x.shape[-1] - 2 * num_pairs), dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
+
+
+def scale_query(query: Tensor, rotary: Rotary | None) -> Tensor:
+    """[B, S, N, D] -> the same shape, multiplied by the factors of the positions where the tables have them."""
+    return query if rotary is None or rotary.query_scale is None else query * rotary.query_scale

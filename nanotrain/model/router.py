@@ -3,7 +3,8 @@
     logits        [E] per token, fp32 for every dtype of activations
     scores        softmax or sigmoid of the logits (SCORES)
     topk_ids      the K experts with the highest score + bias, within the best groups where there are groups. Softmax
-                  scores that are not the weights (no pre-softmax) are compared by their logits, as in Megatron-LM
+                  scores that are not the weights (no pre-softmax) and have no bias are compared by their logits, as in
+                  Megatron-LM
     topk_weights  factors of the expert outputs; never changed by the bias
     losses        balance_loss and z_loss, attached to the weights (Megatron-LM's MoEAuxLossAutoScaler)
     capacity      pairs beyond the most tokens of a sequence that an expert takes are dropped
@@ -150,7 +151,7 @@ class Router(StatefulModule):
         """[B, S, E] -> [B, S, K] int64, best first."""
         moe = self.moe
         has_free_scores = moe.router_score_function == "softmax" and not moe.router_pre_softmax
-        ranked = logits if self._ranks_logits or has_free_scores else scores
+        ranked = logits if self._ranks_logits or has_free_scores and self.expert_bias is None else scores
         if self.expert_bias is not None:
             ranked = ranked + self.expert_bias
         if moe.router_num_groups is not None:

@@ -48,6 +48,7 @@ class ModelShape:
     mixers: tuple[str | None, ...] = ()  # kind of attention of each layer, or of what is in its place; spec/kinds
     mlps: tuple[str | None, ...] = ()  # kind of MLP of each layer
     has_output_gate: bool = False  # attention multiplies its output by a sigmoid
+    rotary_dim: int = 0  # channels of a head with rotary positions
     mla: MLAConfig | None = None  # sizes of multi-head latent attention (DeepSeek-V2)
     linear_attention: LinearAttentionConfig | None = None  # sizes of layers with linear_attention_type
     mamba: MambaConfig = MambaConfig()  # sizes of layers of Mamba-2

@@ -31,6 +31,7 @@ DIRECT = {name: value for name, value in DEEPSEEK.items() if not name.startswith
     "q_lora_rank": None,
     "normalization": "LayerNorm",
     "untie_embeddings_and_output_weights": False,
+    "compressed_norm_epsilon": 1e-2,
 }
 MODELS = {"deepseek": DEEPSEEK, "direct": DIRECT}
 

@@ -43,6 +43,7 @@ YARN = {
     "original_max_position_embeddings": 8,
     "beta_fast": 4.0,
     "mscale_all_dim": 0.5,
+    "query_scaling_beta": 0.3,
 }
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24}
 # each has as many features as go together, so that every feature is in every layout
@@ -64,6 +65,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "activation_func_clamp_value": 0.3,
         "add_bias_linear": True,
         "moe_aux_loss_coeff": [0.01],
+        "moe_router_enable_expert_bias": True,
     },
     # norms and ends of Gemma
     "off-by-one softmax, norms on both sides, soft-capped": DROPOUT

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanotrain.config.model import MLAConfig, ModelConfig, YarnConfig
-from nanotrain.model.rope import Rotary, RotaryTables, apply_rotary, inverse_frequencies
+from nanotrain.model.rope import Rotary, RotaryTables, apply_rotary, inverse_frequencies, scale_query
 from tests.model.building import LLAMA, LLAMA3, YARN
 
 
@@ -151,3 +151,14 @@ def test_interleaved_pairs_are_the_same_scores_with_the_channels_in_another_orde
     order = [0, 2, 4, 6, 1, 3, 5, 7, 8, 9, 10, 11]
     ours = scores(*(apply_rotary(x[..., order], rotary) for x in (query, key)))
     assert torch.allclose(ours, scores(interleaved(query), interleaved(key)), atol=1e-12)
+
+
+def test_queries_of_later_contexts_are_longer() -> None:
+    yarn = YarnConfig(rotary_scaling_factor=4.0, original_max_position_embeddings=8, query_scaling_beta=0.5)
+    model = ModelConfig(hidden_size=16, num_attention_heads=2, position_embedding_type="yarn", yarn=yarn)
+    query, tables = torch.ones(1, 20, 2, 8), RotaryTables(model)
+    expected = torch.tensor([1 + 0.5 * math.log(1 + position // 8) for position in range(20)])
+    torch.testing.assert_close(scale_query(query, tables.at(20, like=query))[0, :, 1, 3], expected)
+    later = tables.at(torch.tensor([[17, 8]]), like=query)
+    torch.testing.assert_close(scale_query(query[:, :2], later)[0, :, 0, 0], expected[[17, 8]])
+    assert scale_query(query, None) is query

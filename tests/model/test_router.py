@@ -68,6 +68,14 @@ def test_the_bias_moves_the_routing_and_never_the_weights():
     torch.testing.assert_close(routing.topk_weights, scores / scores.sum())
 
 
+def test_a_bias_is_added_to_softmax_scores_and_not_to_their_logits():
+    biased = replace(SOFTMAX, moe=replace(SOFTMAX.moe, router_enable_expert_bias=True))
+    routing = route(biased, TOKEN, bias=[0.0, 0.0, 0.5, 0.0, 0, 0, 0, 0])  # its logit of 1 would stay below 2
+    assert 2 in routing.topk_ids[0].tolist()
+    chosen = TOKEN[0].gather(-1, routing.topk_ids)
+    torch.testing.assert_close(routing.topk_weights, chosen.softmax(-1))
+
+
 def test_only_the_best_groups_are_chosen_from():
     # given groups of two: the best expert is in the first, the best two together are in the second
     model = replace(SOFTMAX, moe=replace(SOFTMAX.moe, router_num_groups=4, router_group_topk=1))

@@ -6,6 +6,8 @@ lfm2_layers         short convolutions in place of attention in some layers
 linear_layers       the gated delta rule in place of attention in some layers
 kimi_linear         KDA in place of MLA in some layers, in entries of two kinds
 dense_first_layers  experts in all layers but the first ones
+mlp_layer_types     a list that says which layers have experts
+ernie_layers        experts in every Nth layer of a range
 """
 
 import math
@@ -190,6 +192,30 @@ def _write_dense_first(model_config: ModelConfig) -> Values:
     return {"num_dense_layers": layers.index(True) if any(layers) else len(layers)}
 
 
+def _read_mlp_types(raw: Raw) -> Values:
+    """A list that says which layers have experts, in place of the number of first layers without."""
+    kinds = raw.get("mlp_layer_types")
+    return {} if kinds is None else expert_layers(tuple(kind == "sparse" for kind in kinds))
+
+
+def _write_mlp_types(model_config: ModelConfig) -> Values:
+    return {"mlp_layer_types": ["sparse" if has_experts else "dense" for has_experts in model_config.moe_layers]}
+
+
+def _read_ernie(raw: Raw) -> Values:
+    step, first, last = (raw[f"moe_layer_{name}"] for name in ("interval", "start_index", "end_index"))
+    last = raw["num_hidden_layers"] - 1 if last == -1 else last
+    layers = tuple((layer + 1) % step == 0 and first <= layer <= last for layer in _indices(raw))
+    if not any(layers):
+        reject("moe_layer_start_index", first, instead=f"at most {last}")
+    return expert_layers(layers)
+
+
+def _write_ernie(model_config: ModelConfig) -> Values:
+    with_experts = [layer for layer, has_experts in enumerate(model_config.moe_layers) if has_experts] or [0]
+    return {"moe_layer_interval": 1, "moe_layer_start_index": with_experts[0], "moe_layer_end_index": with_experts[-1]}
+
+
 def _indices(raw: Raw) -> range:
     return range(raw["num_hidden_layers"])
 
@@ -200,5 +226,7 @@ LAYER_PARTS: dict[str, Part] = {
     "lfm2_layers": Part(_read_lfm2, _write_lfm2),
     "linear_layers": Part(_read_linear_layers, _write_linear_layers),
     "kimi_linear": Part(_read_kimi_linear, _write_kimi_linear),
+    "mlp_layer_types": Part(_read_mlp_types, _write_mlp_types),
+    "ernie_layers": Part(_read_ernie, _write_ernie),
     "dense_first_layers": Part(_read_dense_first, _write_dense_first),
 }

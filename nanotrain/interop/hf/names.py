@@ -37,8 +37,8 @@ class HFName:
     interleaved: Sequence[int] = (0, 1)  # of modules whose outputs alternate in the tensor: which, of how many
     groups: str = ""  # where outputs are in groups with a part of every fused module: their number in `ModelShape`
     is_full: bool = False  # the name has no ".weight" appended
-    has_neighbour_pairs: bool = False  # rotary channels are stored so that neighbours are a pair; with MLA
-    unsqueezed: Sequence[int] = ()  # dims of size 1 that the tensor of a weight has and the parameter has not
+    has_neighbour_pairs: bool = False  # rotary channels are stored so that neighbours are a pair
+    unsqueezed: Sequence[int] = ()  # dims of size 1 that the tensor (of a weight) has and the parameter has not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,17 +132,17 @@ def _map(name: str, sizes: Mapping[str, tuple[int, ...]], *, naming: Naming, sha
 
 
 def _neighbour_rows(num_rows: int, shape: ModelShape) -> tuple[int, ...]:
-    """The stored row of every row, where the last R rows of each head store pair i as rows 2 i and 2 i + 1.
+    """The stored row of every row, where R rows of each head store pair i as their rows 2 i and 2 i + 1.
 
-    Of the rows that produce compressed keys and values, the last R are one head of rotary channels.
+    They are the first ones; with MLA the last ones, as are those of the one head that the rows of compressed keys have.
     """
-    assert shape.mla is not None, "only MLA is stored this way"
-    rotary = shape.mla.qk_pos_emb_head_dim
-    head = shape.head_dim if num_rows == shape.num_heads * shape.head_dim else num_rows
+    rotary = shape.rotary_dim
+    head = shape.head_dim if shape.mla is None or num_rows == shape.num_heads * shape.head_dim else num_rows
+    first = 0 if shape.mla is None else head - rotary
 
     def stored(row: int) -> int:
-        channel = row % head - (head - rotary)  # negative without position
-        if channel < 0:
+        channel = row % head - first
+        if not 0 <= channel < rotary:  # without position
             return row
         pair, half = channel % (rotary // 2), channel // (rotary // 2)
         return row - channel + 2 * pair + half

@@ -41,6 +41,8 @@ def read_rope(raw: Raw, *, has_partial: bool = False) -> Values:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not has_partial and partial_factor not in (1.0, None):
         reject("partial_rotary_factor", partial_factor, instead="1.0")
+    if rope.get("llama_4_scaling_beta"):
+        reject("llama_4_scaling_beta", rope["llama_4_scaling_beta"], instead="0")
     if kind not in ROPE_KINDS:
         reject("rope_type", kind, instead=f"one of {', '.join(ROPE_KINDS)}")
     base: Any = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
@@ -174,6 +176,31 @@ def _write_rope_or_default(model_config: ModelConfig) -> Values:
     return entries
 
 
+def _read_mistral_rope(raw: Raw) -> Values:
+    """YaRN with factors of queries by position; the share of the rotated channels of MLA is that of its sizes."""
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or raw["rope_parameters_of_none"])
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind != "yarn":
+        reject("rope_type", kind, instead="yarn")
+    if rope.get("partial_rotary_factor") is not None and "qk_rope_head_dim" in raw:
+        share = raw["qk_rope_head_dim"] / (raw["qk_nope_head_dim"] + raw["qk_rope_head_dim"])
+        if rope.pop("partial_rotary_factor") != share:
+            reject("partial_rotary_factor", "another share", instead=f"{share:.6g}")
+    beta = float(rope.pop("llama_4_scaling_beta", 0.0))
+    values = read_rope({**raw, "rope_parameters": rope, "rope_scaling": None})
+    return values | ({"yarn.query_scaling_beta": beta} if beta else {})
+
+
+def _write_mistral_rope(model_config: ModelConfig) -> Values:
+    """In the newer format alone: transformers takes its default where it has no `rope_parameters`."""
+    entries, yarn, mla = write_rope(model_config), model_config.yarn, model_config.mla
+    rope = {**(entries["rope_scaling"] or {}), "rope_theta": entries["rope_theta"]}
+    rope["llama_4_scaling_beta"] = 0.0 if yarn is None else yarn.query_scaling_beta
+    if mla is not None:
+        rope["partial_rotary_factor"] = mla.qk_pos_emb_head_dim / (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+    return {"rope_parameters": rope}
+
+
 def _read_phi3_rope(raw: Raw) -> Values:
     kind = (raw.get("rope_parameters") or raw.get("rope_scaling") or {}).get("rope_type", "default")
     if kind != "default":  # transformers takes every other kind for longrope
@@ -232,14 +259,22 @@ def _read_layers(raw: Raw) -> Values:
     layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(raw["num_hidden_layers"]))
     if not any(layers):
         reject("num_experts", raw["num_experts"], instead="above 0, with experts in some layer,")
-    return {"moe.router_pre_softmax": not raw.get("norm_topk_prob", False)} | expert_layers(layers)
+    return _read_normalized(raw) | expert_layers(layers)
+
+
+def _read_normalized(raw: Raw) -> Values:
+    return {"moe.router_pre_softmax": not raw.get("norm_topk_prob", False)}
+
+
+def _write_normalized(model_config: ModelConfig) -> Values:
+    return {"norm_topk_prob": not (model_config.moe or MoEConfig()).router_pre_softmax}
 
 
 def _write_layers(model_config: ModelConfig) -> Values:
     return {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer for layer, has_experts in enumerate(model_config.moe_layers) if not has_experts],
-        "norm_topk_prob": not (model_config.moe or MoEConfig()).router_pre_softmax,
+        **_write_normalized(model_config),
     }
 
 
@@ -249,31 +284,30 @@ def _read_experts(raw: Raw) -> Values:
     if not any(layers):
         reject("first_k_dense_replace", raw["first_k_dense_replace"], instead=f"below {num_layers}")
     values = expert_layers(layers) | _read_groups(raw)
-    if num_shared := raw["n_shared_experts"]:
-        values["moe.shared_expert_intermediate_size"] = num_shared * raw["moe_intermediate_size"]
+    values |= _read_shared(raw)
     if num_mtp_layers := raw.get("num_nextn_predict_layers"):
         values["mtp.num_layers"] = num_mtp_layers
     return values
 
 
-def _read_mlp_types(raw: Raw) -> Values:
-    """A list that says which layers have experts, in place of the number of first layers without."""
-    kinds = raw.get("mlp_layer_types")
-    return {} if kinds is None else expert_layers(tuple(kind == "sparse" for kind in kinds))
-
-
-def _write_mlp_types(model_config: ModelConfig) -> Values:
-    return {"mlp_layer_types": ["sparse" if has_experts else "dense" for has_experts in model_config.moe_layers]}
-
-
 def _write_experts(model_config: ModelConfig) -> Values:
-    moe, layers = resolved(model_config).moe or MoEConfig(), model_config.moe_layers
+    layers = model_config.moe_layers
     return {
         "first_k_dense_replace": layers.index(True) if any(layers) else len(layers),
-        "n_shared_experts": (moe.shared_expert_intermediate_size or 0) // (moe.ffn_hidden_size or 1),
+        **_write_shared(model_config),
         "num_nextn_predict_layers": model_config.mtp.num_layers or 0,
         **_write_groups(model_config),
     }
+
+
+def _read_shared(raw: Raw) -> Values:
+    size = (raw["n_shared_experts"] or 0) * raw["moe_intermediate_size"]
+    return {"moe.shared_expert_intermediate_size": size} if size else {}
+
+
+def _write_shared(model_config: ModelConfig) -> Values:
+    moe = resolved(model_config).moe or MoEConfig()
+    return {"n_shared_experts": (moe.shared_expert_intermediate_size or 0) // (moe.ffn_hidden_size or 1)}
 
 
 def _read_groups(raw: Raw) -> Values:
@@ -292,7 +326,10 @@ def _read_mla(raw: Raw) -> Values:
     heads, groups = raw["num_attention_heads"], raw.get("num_key_value_heads")
     if groups not in (None, heads):
         reject("num_key_value_heads", groups, instead=f"{heads}, equal to num_attention_heads,")
-    return {"multi_latent_attention": True}
+    # of transformers' norms of compressed vectors, whatever rms_norm_eps is
+    return {"multi_latent_attention": True} | (
+        {"mla.compressed_norm_epsilon": 1e-6} if raw["rms_norm_eps"] != 1e-6 else {}
+    )
 
 
 def _read_scale(raw: Raw) -> Values:
@@ -335,6 +372,7 @@ PARTS: dict[str, Part] = {
     "rope_or_default": Part(_read_rope_or_default, _write_rope_or_default),
     "phi3_rope": Part(_read_phi3_rope, write_rope),
     "no_rope_layers": Part(_read_no_rope, _write_no_rope),
+    "mistral_rope": Part(_read_mistral_rope, _write_mistral_rope),
     "window": Part(_read_window, _write_window),
     "layer_windows": Part(_read_layer_windows, _write_layer_windows),
     "full_attention": Part(_read_full_attention),
@@ -347,8 +385,9 @@ PARTS: dict[str, Part] = {
     "router_losses": Part(write=_write_router),
     "qwen_experts": Part(_read_layers, _write_layers),
     "rope_in_windows": Part(_read_rope_in_windows, _write_rope_in_windows),
-    "mlp_layer_types": Part(_read_mlp_types, _write_mlp_types),
     "deepseek_experts": Part(_read_experts, _write_experts),
+    "shared_experts": Part(_read_shared, _write_shared),
+    "normalized_weights": Part(_read_normalized, _write_normalized),
     "router_groups": Part(_read_groups, _write_groups),
     **LAYER_PARTS,
 }

@@ -79,7 +79,6 @@ def test_what_fits_together_breaks_no_rule(keys):
         (EXPERTS | {"moe_layer_freq": "some"}, "moe_layer_freq is 'some'"),
         (EXPERTS | {"moe_router_topk": 9}, "a token cannot be sent to 9 of 8 experts"),
         (EXPERTS | {"moe_router_topk": 1}, "the router would get no gradient; set --moe-router-pre-softmax"),
-        (EXPERTS | {"moe_router_enable_expert_bias": True}, "set --moe-router-score-function sigmoid"),
         (
             EXPERTS | {"moe_router_load_balancing_type": "none aux_loss", "moe_aux_loss_coeff": "0.1 0"},
             "load_balancing_type is none aux_loss",

@@ -73,6 +73,14 @@ SIGMOID_ROUTER = {
     "routed_scaling_factor": 2.5,
 }
 
+QUERY_SCALING = YARN | {"llama_4_scaling_beta": 0.5}
+FACTORS = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.5,
+}
+
 LAYERED = ["sliding_attention", "full_attention"]
 GEMMA3 = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}
 
@@ -282,6 +290,27 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         LLAMA_SHAPE | SIGMOID_ROUTER | {"head_dim": 16, "first_k_dense_replace": 1, "norm_topk_prob": True},
     ),
     "solar_open": ("SolarOpen", LLAMA_SHAPE | SIGMOID_ROUTER | {"head_dim": 16, "attention_bias": True}),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        LLAMA_SHAPE | DEEPSEEK_V3 | {"rope_parameters": None, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "moonlight": ("DeepseekV3", LLAMA_SHAPE | DEEPSEEK_V3 | {"rms_norm_eps": 0.1, "n_group": 1, "topk_group": 1}),
+    "ministral3": ("Ministral3", LLAMA_SHAPE | SMALL_TOKENS | {"head_dim": 16, "rope_parameters": QUERY_SCALING}),
+    "mistral4": (
+        "Mistral4",
+        LLAMA_SHAPE
+        | SMALL_TOKENS
+        | DEEPSEEK_V3
+        | {"n_group": 1, "topk_group": 1, "rms_norm_eps": 0.1}
+        | {"rope_parameters": QUERY_SCALING | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "ernie4_5": ("Ernie4_5", LLAMA_SHAPE | SMALL_TOKENS | {"head_dim": 16}),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        LLAMA_SHAPE | SMALL_TOKENS | {"moe_intermediate_size": 24, "moe_num_experts": 4, "moe_k": 2},
+    ),
+    "granite": ("Granite", LLAMA_SHAPE | SMALL_TOKENS | FACTORS),
+    "granitemoe": ("GraniteMoe", LLAMA_SHAPE | SMALL_TOKENS | FACTORS | {"num_local_experts": 4}),
     "exaone_moe": (
         "ExaoneMoe",
         LLAMA_SHAPE

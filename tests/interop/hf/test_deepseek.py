@@ -63,7 +63,6 @@ def test_the_published_config_of_deepseek_v3_is_the_recipe() -> None:
     [
         (DEEPSEEK, {"attention_bias": True}, "attention_bias: True"),
         (DEEPSEEK, {"rope_interleave": False}, "rope_interleave: False"),
-        (DEEPSEEK, {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
         (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads: 2"),
         (DEEPSEEK, {"num_experts_per_tok": 6}, "num_experts_per_tok: 6"),
         (DEEPSEEK, {"first_k_dense_replace": 3}, "first_k_dense_replace: 3"),
@@ -206,3 +205,16 @@ def test_a_checkpoint_of_a_folder_has_biases_and_multi_token_prediction(tmp_path
     assert written.keys() == published.keys()
     assert all(torch.equal(tensor, written[name]) for name, tensor in published.items())
     assert not load_stage(open_model(tmp_path / "step")).mtp_layers, "for generation and evaluation"
+
+
+def test_a_kimi_k2_is_a_deepseek_v3_of_another_name(tmp_path: Path) -> None:
+    reference("moonlight").save_pretrained(tmp_path / "in")
+    expected = tensors_of(load(tmp_path / "in"))
+    raw = json.loads((tmp_path / "in" / "config.json").read_text())
+    (tmp_path / "in" / "config.json").write_text(json.dumps(raw | {"model_type": "kimi_k2"}))
+    ours = load(tmp_path / "in")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors_of(ours).items())
+    tensors = tensors_of(ours) | biases_of(ours)
+    export_weights(tmp_path / "out", ours.model_config, tensors=tensors.items(), family="kimi_k2")
+    written, read = (load_file(tmp_path / side / "model.safetensors") for side in ("out", "in"))
+    assert written.keys() == read.keys() and all(torch.equal(written[name], read[name]) for name in read)

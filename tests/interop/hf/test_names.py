@@ -68,6 +68,12 @@ def test_a_model_that_a_family_has_no_names_for_is_refused() -> None:
         map_parameters(replace(QWEN3), FAMILIES["gpt2"])
 
 
+def test_the_rotary_channels_of_a_head_are_its_first_ones() -> None:
+    heads = replace(LLAMA, hidden_size=32, num_attention_heads=4, kv_channels=8, rotary_percent=0.5)
+    query = map_parameters(heads, FAMILIES["ernie4_5"])["layers.0.attention.query.weight"]
+    assert query.rows is not None and query.rows[8:16] == (8, 10, 9, 11, 12, 13, 14, 15)
+
+
 MAPPINGS = [
     TensorMapping("bias", (5,), offset=5, num_outputs=15),
     TensorMapping("matrix", (4, 3)),

@@ -114,4 +114,4 @@ def test_import_then_export_is_the_identity(name: str, imported: Path, tmp_path:
 
 def test_every_family_is_among_the_models() -> None:
     kinds = {getattr(transformers, CONFIG_CLASSES.get(name, f"{name}Config")).model_type for name in FIRST}
-    assert kinds == FAMILIES.keys()
+    assert kinds == FAMILIES.keys() - {"kimi_k2"}  # a DeepSeek-V3
