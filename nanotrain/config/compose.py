@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlparse
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from nanotrain.config.arguments import FLAGS, choice_of, is_file
 from nanotrain.config.config import Config
@@ -317,6 +317,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         fix = "correct the YAML; it is indented with spaces, and each key is set once"
         raise ConfigError(f"{path} cannot be read", why=line + why, fix=fix) from None
+    except GrammarParseError as error:
+        why, fix = "a reference is ${section.field} or ${oc.env:NAME}", "close its bracket, or write the value"
+        raise ConfigError(f"{error.full_key} in {path} has a ${{...}} that cannot be read", why=why, fix=fix) from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
         fix = "name a YAML file of nanotrain's sections, in UTF-8"
         raise ConfigError(f"{path} cannot be read", why=" ".join(str(error).split()), fix=fix) from None

@@ -60,6 +60,11 @@ def test_the_recipes_are_found():
         ("# @package _global_\ndefaults: [tinyy, _self_]\n", "; did you mean tiny?"),
         ("# @package _global_\noptim:\n  lrr: 1\n  mrr: 2\n", "2 mistakes:\n  - unknown key optim.lrr in {path}; "),
         ("# @package _global_\noptim:\n  lr: fast\n", "optim.lr is 'fast' in {path}: it takes a number"),
+        (
+            "# @package _global_\noptim:\n  lr: ${\n",
+            "optim.lr in {path} has a ${{...}} that cannot be read: a reference is",
+        ),
+        ("# @package _global_\noptim:\n  lr: '${oc.create:{a: 1}}'\n", "lr in {path} refers to ${{oc.create:"),
         ("# @package _global_\noptim:\n\tlr: 1\n", "it is indented with spaces, and each key is set once"),
         ("# @package _global_\noptim: {lr: 1\n", "line 3: while parsing a flow mapping"),
         ("# @package _global_\nOptim:\n  lr: 1\n", "unknown key Optim in {path}; did you mean optim?"),
