@@ -115,7 +115,9 @@ def convert_flag(result: Translation, argument: MegatronArgument) -> None:
         ConfigError: a field has another value on the command line.
     """
     row = argument.row
-    known = row.choices or row.accepts
+    known = row.choices or (
+        () if row.kind in ("always", "not yet") else row.accepts
+    )  # else `check_flags` has reported it
     if known and argument.value not in known:
         raise ConfigError(f"{argument.flag} is {argument.value!r}", why=f"it takes {' or '.join(known)}")
     for name, value in row.values(result.config, argument.value).items():

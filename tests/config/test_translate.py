@@ -122,6 +122,11 @@ def test_what_is_never_so_is_an_error(arguments, message):
     assert message in str(caught.value)
 
 
+def test_a_value_that_is_never_so_is_one_mistake():
+    with pytest.raises(ConfigError, match="^--rerun-mode validate_results contradicts what is always so"):
+        loaded("--rerun-mode validate_results")
+
+
 def test_missing_features_are_one_error_that_names_all_of_them():
     with pytest.raises(ConfigError) as caught:
         loaded("--fp4-format e2m1 --fim-no-prefix x --qk-l2-norm --lr fast")
