@@ -138,8 +138,11 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def cudnn_version() -> int:
-    """The version of cuDNN, 91002 for 9.10.2; 0 without it."""
-    return torch.backends.cudnn.version() or 0
+    """The version of cuDNN, 91002 for 9.10.2; 0 without one that torch can use."""
+    try:
+        return torch.backends.cudnn.version() or 0
+    except RuntimeError:  # another cuDNN in LD_LIBRARY_PATH than torch was built with
+        return 0
 
 
 def synchronize(device: torch.device) -> None:

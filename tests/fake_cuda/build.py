@@ -84,8 +84,11 @@ def _management() -> set[str]:
 
 
 def _stubs(source: Path, names: Iterable[str]) -> Path:
-    """Write functions that return success, whatever their arguments."""
-    source.write_text("".join(f'extern "C" long {name}() {{ return 0; }}\n' for name in sorted(names)))
+    """Write functions that return success, whatever their arguments, or the version that torch was compiled with."""
+    major, minor, patch = torch._C._cudnn.getCompileVersion()
+    values = {"cudnnGetVersion": 10_000 * major + 100 * minor + patch}
+    lines = (f'extern "C" long {name}() {{ return {values.get(name, 0)}; }}\n' for name in sorted(names))
+    source.write_text("".join(lines))
     return source
 
 
