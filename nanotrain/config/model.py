@@ -79,6 +79,7 @@ class MoEConfig:
     num_experts: int = option(None, "experts per MoE layer; unset: every layer is dense", name="num_experts", check=at_least(1))
     layer_freq: str = option("1", "MoE layers: N for every Nth layer from the first, or a pattern such as [0]*3+[1]*58")
     ffn_hidden_size: int | None = option(None, "inner width of an expert; unset: ffn_hidden_size", check=at_least(1))
+    latent_size: int | None = option(None, "width of the tokens that experts read and write, by projections before and after them (Nemotron 3 Super); unset: hidden_size", check=at_least(1))
     shared_expert_intermediate_size: int | None = option(None, "inner width of the shared expert; unset: no shared expert", check=at_least(1))
     shared_expert_gate: bool = option(False, "multiply the output of the shared expert by the sigmoid of a learned projection of the token")
     router_topk: int = option(2, "experts per token", check=at_least(1))
@@ -271,6 +272,11 @@ class ModelConfig:
     def moe_ffn_size(self) -> int:
         """Inner width of an expert."""
         return self.ffn_size if self.moe is None or self.moe.ffn_hidden_size is None else self.moe.ffn_hidden_size
+
+    @property
+    def expert_input_size(self) -> int:
+        """Width of what experts read and write."""
+        return self.hidden_size if self.moe is None or self.moe.latent_size is None else self.moe.latent_size
 
     @property
     def padded_vocab_size(self) -> int:

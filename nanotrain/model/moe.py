@@ -1,7 +1,10 @@
 """The mixture-of-experts layer: a router, experts of which each token uses the top k, and an optional shared expert.
 
-    hidden --+-- local tokens -- router -- token dispatcher (experts) -- all tokens --+-- out
-             +-- shared expert (a tensor-parallel MLP) ---- times its gate -----------+
+    hidden --+-- local tokens -- router, fc1 -- token dispatcher (experts) -- fc2 -- all tokens --+-- out
+             +-- shared expert (a tensor-parallel MLP) ------------------ times its gate ----------+
+
+With moe_latent_size experts work in a compressed width, to which fc1 projects and from which fc2 does (LatentMoE of
+Nemotron 3 Super); without it both are the identity.
 
 Each rank routes tokens of its own. With sequence parallelism its tokens are a slice already. Without, all tp ranks have
 the same tokens, so each routes its slice of the sequence and the outputs are gathered. In generation, where a step may
@@ -26,6 +29,7 @@ from nanotrain.model.parameters import Parameters
 from nanotrain.model.router import Router
 from nanotrain.parallel.ep.experts import EXPERT_LINEARS, ExpertOptions, Experts
 from nanotrain.parallel.ep.token_dispatcher import DispatchOptions, build_token_dispatcher
+from nanotrain.parallel.tp.layers import ColumnParallelLinear, TensorParallel
 
 _SEQUENCE = 1  # the dim of [B, S, H] that is split over tp
 
@@ -35,7 +39,8 @@ class MoELayer(nn.Module):
 
     Args:
         model_config: configuration of the model.
-        params: router, experts.up, experts.down; experts.gate, shared_gate and biases where declared.
+        params: router, experts.up, experts.down; experts.gate, fc1_latent_proj, fc2_latent_proj, shared_gate and biases
+            where declared.
         parallel: ep shards the experts, etp their matrices; tp and cp the sequence.
         shared: the shared expert; None without one.
         dropout: dropout of the output.
@@ -66,6 +71,8 @@ class MoELayer(nn.Module):
         may_drop = moe.expert_capacity_factor is not None
         options = DispatchOptions(may_drop, parallel.ranks_per_node, parallel.recompute)
         self._dispatcher = build_token_dispatcher(moe.num_experts, ep=parallel.ep, etp=parallel.etp, options=options)
+        latent = partial(_latent_projection, params, tensor_parallel=parallel.tp.unsharded)
+        self.fc1_latent_proj, self.fc2_latent_proj = latent("fc1_latent_proj"), latent("fc2_latent_proj")
         of_experts, num_local = params.submodule("experts"), moe.num_experts // parallel.ep.size
         linears = {name: of_experts.linear(name) for name in EXPERT_LINEARS if of_experts.submodule(name)}
         experts = ExpertRange(parallel.ep.index * num_local, num_local, moe.num_experts)
@@ -89,11 +96,12 @@ class MoELayer(nn.Module):
         """[B, S, H] -> [B, S, H]."""
         local = split_along(hidden, self._split, dim=_SEQUENCE)
         routing = self.router(local, context, positions=partial(self._positions, local, context))
-        finish = self._dispatcher(local.flatten(0, 1), routing, kept=context.dispatch_splits)
+        finish = self._dispatcher(self.fc1_latent_proj(local).flatten(0, 1), routing, kept=context.dispatch_splits)
         shared = None if self.shared is None else self.shared(hidden, context)  # while tokens travel
         if shared is not None and self.shared_gate is not None:  # a factor of each token, the same on every tp rank
             shared = self.shared_gate.fprop(hidden).sigmoid() * shared
-        out = concat_along(finish(self.experts).view_as(local), self._split, dim=_SEQUENCE)
+        routed = self.fc2_latent_proj(finish(self.experts).unflatten(0, local.shape[:2]))
+        out = concat_along(routed, self._split, dim=_SEQUENCE)
         return self.dropout(out if shared is None else out + shared, context.dropout)
 
     def _positions(self, local: Tensor, context: LayerContext) -> Tensor:
@@ -102,3 +110,10 @@ class MoELayer(nn.Module):
         if context.sequence_positions is None:
             return torch.arange(first, first + length, device=local.device)
         return context.sequence_positions[first : first + length]
+
+
+def _latent_projection(params: Parameters, name: str, *, tensor_parallel: TensorParallel) -> nn.Module:
+    """A projection of the tokens of each tp rank; the identity where none is declared."""
+    if not params.submodule(name):
+        return nn.Identity()
+    return ColumnParallelLinear(*params.linear(name), tensor_parallel=tensor_parallel)

@@ -299,6 +299,7 @@ def shrink_experts(moe: MoEConfig, parallel: ParallelConfig, *, ffn_size: int) -
         num_experts=num_experts,
         ffn_hidden_size=width if has_own_width else None,
         shared_expert_intermediate_size=_width(ffn_size, ranks=tp) if has_shared else None,
+        latent_size=None if moe.latent_size is None else ffn_size // 2,
         divide_global_aux_loss_by_dp=False,
     )
 

@@ -173,7 +173,7 @@ class LayerBytes(RankSizes):
         assert moe is not None, "callers check it"
         etp, inner = self.etp, shape.moe_ffn_size // self.etp
         pairs = int(self.tokens // self.tp * moe.router_topk * etp * self.scenario.imbalance)
-        unit, permuted = pairs * inner * self.itemsize, pairs * shape.hidden_size * self.itemsize
+        unit, permuted = pairs * inner * self.itemsize, pairs * shape.expert_input_size * self.itemsize
         router = self.tokens // self.tp * moe.num_experts * (3 * FP32 + 1)
         kept = 0 if "moe_act" in self.modules else 1
         up, down = ((1 + shape.is_gated) * inner, shape.hidden_size), (shape.hidden_size, inner)

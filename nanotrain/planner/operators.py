@@ -283,7 +283,7 @@ class Layers(RankSizes):
         """Router, dispatch, experts, combine, and a shared expert."""
         shape, moe = self.shape, self.shape.moe
         assert moe is not None, "a dense model has no experts"
-        hidden, inner = shape.hidden_size, shape.moe_ffn_size // self.etp
+        hidden, inner = shape.expert_input_size, shape.moe_ffn_size // self.etp
         tokens = self.tokens // self.tp
         pairs = int(tokens * moe.router_topk * self.scenario.imbalance)
         router = tokens * moe.num_experts * ROUTER_BYTES + tokens * self.width
@@ -294,6 +294,8 @@ class Layers(RankSizes):
         parts = [self.paced(part, is_graphed=self.scenario.cuda_graphs)]
         parts.append(self._beside(self.dispatch(pairs, tokens), shared))
         num_local, received = moe.num_experts // self.ep, pairs * self.etp
+        if moe.latent_size is not None:  # both projections
+            parts += self.linear("moe", (tokens, 2 * hidden, shape.hidden_size))
         parts += self.linear("moe", (received, inner * (1 + shape.is_gated), hidden), num_experts=num_local)
         parts.append(self.activation("moe_act", received * inner))
         parts += self.linear("moe", (received, hidden, inner), num_experts=num_local)

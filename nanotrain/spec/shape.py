@@ -56,6 +56,7 @@ class ModelShape:
     moe: MoEConfig | None = None  # sizes of the mixture-of-experts layers
     moe_layers: tuple[bool, ...] = ()  # whether each layer has experts
     moe_ffn_size: int = 0  # inner width of an expert
+    expert_input_size: int = 0  # width of what it reads and writes
     num_mtp_layers: int = 0  # layers of multi-token prediction; in the methods below they follow the model's layers
 
     @classmethod

@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {
         "num_layers": 6,
         "hybrid_layer_pattern": "M-M*ME",
+        "moe_latent_size": 16,
         "mamba_state_dim": 6,
         "mamba_head_dim": 8,
         "mamba_num_heads": 8,
@@ -52,6 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {
         "num_layers": 6,
         "hybrid_layer_pattern": "G-*EG-",
+        "moe_latent_size": 16,
         "linear_attention_type": "kda",
         "linear_num_key_heads": 8,
         "linear_num_value_heads": 8,

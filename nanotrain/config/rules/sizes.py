@@ -171,6 +171,7 @@ def odd_sizes(v: Values) -> list[tuple[str, int]]:
         sizes["ffn_hidden_size / tp"] = v.ffn_size // v.tp
     if v.num_experts is not None:
         sizes["moe_ffn_hidden_size / etp"] = v.moe_ffn_size // v.etp
+        sizes["moe_latent_size"] = v.moe_latent_size or 0
         sizes["moe_shared_expert_intermediate_size / tp"] = (v.moe_shared_expert_intermediate_size or 0) // v.tp
     return [(name, size) for name, size in sizes.items() if size % 16]
 

@@ -30,7 +30,7 @@ SYNONYMS = (
 # Largest numbers of what is listed one by one.
 COUNTED = {"num_layers": 1000, "moe.num_experts": 4096, "mtp.num_layers": 100, "all experts": 1 << 17}
 # Entries that may be null; others are written as 0 for a model without the feature, which is not read as that model.
-NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
+NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping", "moe_latent_size", "q_lora_rank")
 
 
 def reject(key: str, value: Any, *, instead: str) -> NoReturn:

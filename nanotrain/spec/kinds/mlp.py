@@ -16,22 +16,28 @@ def mlp(declare: Declaration, inner: int) -> Specs:
 
 
 def moe(declare: Declaration) -> Specs:
-    """A router, stacked experts, and a shared expert with its gate where the model has them."""
+    """A router, stacked experts, and where the model has them projections around these and a gated shared expert."""
     shape, moe_config = declare.shape, declare.shape.moe
     assert moe_config is not None, "a dense model has no experts"
     num_experts, hidden, inner = moe_config.num_experts, shape.hidden_size, shape.moe_ffn_size
+    width = shape.expert_input_size
     bias = partial(declare.bias, exists=shape.has_linear_bias)
     # Each tp rank routes a sequence shard, with or without sequence parallelism.
     router = summed([declare.weight(num_experts, hidden), *bias(num_experts)], ("tp",))
-    up = [declare.linear_weight(num_experts, inner, hidden), *bias(num_experts, inner)]
+    specs = nest("router", router)
+    if moe_config.latent_size is not None:
+        fc1 = [declare.linear_weight(width, hidden), *bias(width)]
+        fc2 = [declare.linear_weight(hidden, width, std=declare.output_std), *bias(hidden)]
+        specs += nest("fc1_latent_proj", summed(fc1, ("tp",))) + nest("fc2_latent_proj", summed(fc2, ("tp",)))
+    up = [declare.linear_weight(num_experts, inner, width), *bias(num_experts, inner)]
     ups = [replace(spec, shards=(Shard(0, "ep"), Shard(1, "etp")), is_expert=True) for spec in up]
-    down = declare.linear_weight(num_experts, hidden, inner, std=declare.output_std)
+    down = declare.linear_weight(num_experts, width, inner, std=declare.output_std)
     downs = [replace(down, shards=(Shard(0, "ep"), Shard(2, "etp")), is_expert=True)]
     # Every rank of etp has the bias after the experts, and its full gradient.
-    downs += [replace(spec, shards=(Shard(0, "ep"),), is_expert=True) for spec in bias(num_experts, hidden)]
+    downs += [replace(spec, shards=(Shard(0, "ep"),), is_expert=True) for spec in bias(num_experts, width)]
     experts = (*nest("experts.up", ups), *nest("experts.down", downs))
     experts = (*nest("experts.gate", ups), *experts) if shape.is_gated else experts
-    specs = (*nest("router", router), *grouped("experts", experts))
+    specs += grouped("experts", experts)
     if moe_config.shared_expert_intermediate_size is None:
         return specs
     specs += nest("shared", mlp(declare, moe_config.shared_expert_intermediate_size))

@@ -234,8 +234,9 @@ class Activations:
         router += is_low * moe.num_experts * self.shape.hidden_size * FP32
         num_inner = (1 + self.shape.is_gated) if "moe_act" in modules else self._num_inner()
         inner = self.shape.moe_ffn_size // self.etp * num_inner * self.itemsize
-        pairs = routed * moe.router_topk
-        experts = pairs * self.etp * (self.width + inner + 2 * INT64) + pairs * (self.width + 2 * INT64 + FP32)
+        pairs, width = routed * moe.router_topk, self.shape.expert_input_size * self.itemsize
+        experts = pairs * self.etp * (width + inner + 2 * INT64) + pairs * (width + 2 * INT64 + FP32)
+        experts += (moe.latent_size is not None) * routed * width
         if moe.shared_expert_intermediate_size is None:
             return router + experts
         normed = (keeps_normed and is_copied) * self.outside * self.width

@@ -170,8 +170,9 @@ def experts(plan: Plan) -> Iterator[tuple[Key, int]]:
     num_tokens = (
         train.micro_batch_size * plan.config.data.seq_length // (plan.groups["cp"].size * plan.groups["tp"].size)
     )
-    # hidden states of all tokens of this rank, once per expert they are sent to
-    routed = num_tokens * moe.router_topk * plan.shape.hidden_size * Precision.of(plan.config.precision).params.itemsize
+    # what experts read of all tokens of this rank, once per expert they are sent to
+    row = plan.shape.expert_input_size * Precision.of(plan.config.precision).params.itemsize
+    routed = num_tokens * moe.router_topk * row
     counts = moe.num_experts * COUNT_BYTES  # known where layers are recomputed
     passes = ((_layers(plan), TOKEN_TRIPS, counts), (recomputed_layers(plan, "moe"), TOKEN_TRIPS // 2, 0))
     for layers, trips, counted in passes:

@@ -231,6 +231,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "nemotron_h": ("NemotronH", NEMOTRON_H | {"hybrid_override_pattern": "ME*-ME"}),
+    "nemotron_h-latent": ("NemotronH", NEMOTRON_H | {"hybrid_override_pattern": "E*", "moe_latent_size": 20}),
     "nemotron_h-dense": ("NemotronH", NEMOTRON_H | {"hybrid_override_pattern": "M*-"}),
     "granitemoehybrid": (
         "GraniteMoeHybrid",

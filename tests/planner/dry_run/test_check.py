@@ -46,7 +46,7 @@ DEEPSEEK = "--num-layers 5 --moe-layer-freq [0]*3+[1]*2 --pipeline-model-paralle
 NEMOTRON = "--num-layers 6 --hybrid-layer-pattern ME*MEM --pipeline-model-parallel-size 2 --global-batch-size 64"
 RECIPES: dict[str, tuple[Any, ...]] = {
     "tiny": (12, "--mock-data"),
-    "tiny_moe": (12, "--mock-data --expert-model-parallel-size 4", 12, "--mock-data"),
+    "tiny_moe": (12, "--mock-data --expert-model-parallel-size 4 --moe-latent-size 96", 12, "--mock-data"),
     "gpt2_124m": (4, FEWER, 32, ""),
     "llama1b": (16, f"{FEWER} --tensor-model-parallel-size 2", 128, ""),
     "llama3_8b": (16, f"{SMALLER} --tensor-model-parallel-size 2 --context-parallel-size 2", 512, ""),

@@ -34,6 +34,7 @@ MODELS = {
     "mla": MLA,
     "moe": MOE,
     "shared": SHARED,
+    "latent": f"{SHARED} --moe-latent-size 24",
     "gemma": GEMMA,
     "olmo": OLMO,
     "sinks": SINKS,
