@@ -16,7 +16,7 @@ import pytest
 import nanotrain
 from nanotrain.cli.launch import OPTIONS, split_arguments
 from nanotrain.cli.main import CHECKPOINT_COMMANDS, COMMANDS, DATA_COMMANDS, main
-from nanotrain.cli.parser import CommandParser
+from nanotrain.cli.parser import TYPES, CommandParser
 from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS, SWITCHES
 from nanotrain.config.flags import OWN_FLAGS
 from nanotrain.config.load import load
@@ -115,6 +115,8 @@ def test_every_other_command_parses_and_names_files_that_exist(page: Path, monke
     """Other commands than `train` stop behind their parser; tests/test_docs_commands.py runs and plans."""
     monkeypatch.setattr(CommandParser, "parse_known_args", stop_behind_flags)
     monkeypatch.setattr(CommandParser, "parse_args", stop_behind_arguments)
+    for name in ("read_path", "written_path"):  # nothing is requested of the places that are named
+        monkeypatch.setitem(TYPES, name, Path)
     for line in code_lines(page):
         if "..." in line or not re.match(r"(nanotrain|scripts/|python|sbatch|torchrun) ?", line):
             continue

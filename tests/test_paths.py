@@ -28,6 +28,10 @@ COMMANDS = (
 )
 
 
+LOCAL = ("runs", "watch", "timeline", "topology", "config")
+NO_PATH = "is no path: files are read and written by their path"
+
+
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -67,10 +71,22 @@ def test_secrets_are_told_by_their_names() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_address_is_one_error_in_every_command(command: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_an_unknown_scheme_is_one_error_in_every_command(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(command.replace("RUN", "ftp://host/run").split()) == 2
+    error = capsys.readouterr().err
+    assert "error: ftp://host/run" in error and ("cannot be reached: known are s3://" in error or NO_PATH in error)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.split()[0] in LOCAL])
+def test_an_address_is_one_error_where_files_are_local(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     assert main(command.replace("RUN", "s3://bucket/run").split()) == 2
     error = capsys.readouterr().err
-    assert "error: s3://bucket/run" in error and "is no path: files are read and written by their path" in error
+    assert "error: s3://bucket/run" in error and NO_PATH in error
     assert not any(tmp_path.iterdir())
 
 

@@ -18,6 +18,7 @@ from nanotrain.cli.data import DATA_COMMANDS
 from nanotrain.cli.dry_run import dry_run
 from nanotrain.cli.launch import check_names, launch, split_arguments
 from nanotrain.cli.parser import Command, CommandParser, run_command
+from nanotrain.cli.places import is_fetched, transfers, written_path
 from nanotrain.cli.plan import plan
 from nanotrain.cli.sweep import sweep
 from nanotrain.cli.trained import evaluate, generate
@@ -29,6 +30,7 @@ from nanotrain.config.rules.check import check_data_parallel_size
 from nanotrain.config.schema import check_choice
 from nanotrain.errors import EXIT_CODE, INTERRUPTED, ConfigError, NanotrainError
 from nanotrain.errors import report as print_error
+from nanotrain.storage.remote import is_address
 from nanotrain.system import require_folders, run_program, usable_cores
 
 ZSH = "autoload -U +X compinit bashcompinit && compinit && bashcompinit"
@@ -46,10 +48,17 @@ def train(argv: Sequence[str]) -> int:
 
 def prepare(argv: Sequence[str]) -> int:
     """Tokenize text into token files (.bin/.idx) for --data-path."""
+    from nanotrain.data.token_format import prefix_of
     from nanotrain.prepare.corpus import prepare_corpus
     from nanotrain.prepare.options import PrepareOptions
 
-    prepare_corpus(PrepareOptions.from_args(prepare_parser().parse_args(argv)))
+    args = prepare_parser().parse_args(argv)
+    if is_address(args.output):
+        if args.part is not None or args.executor != "local":
+            why = "machines put their parts together in a folder that all of them see"
+            raise ConfigError(f"--output {args.output} on several machines", why=why, fix="write to a shared folder")
+        args.output = str(written_path(prefix_of(args.output), suffix=".idx"))
+    prepare_corpus(PrepareOptions.from_args(args))
     return 0
 
 
@@ -132,6 +141,8 @@ def report(argv: Sequence[str]) -> int:
     from nanotrain.report.page import require_html, write_report
 
     page = args.output or args.runs[0] / "report.html"
+    if is_fetched(page):
+        raise ConfigError("--output is not set", why="the first run is in object storage", fix="set --output FILE.html")
     read = [RunHistory.read(folder) for folder in args.runs]
     require_html(page)
     write_report(read, page, fix="choose another file with --output")
@@ -242,7 +253,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"nanotrain {version('nanotrain')}", flush=True)
             return 0
         require_folders()
-        return run_command("nanotrain", argv, commands=COMMANDS)
+        with transfers():
+            return run_command("nanotrain", argv, commands=COMMANDS)
     except KeyboardInterrupt:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("interrupted", file=sys.stderr)

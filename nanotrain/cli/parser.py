@@ -11,6 +11,7 @@ from pathlib import Path
 from textwrap import TextWrapper
 from typing import Any, NoReturn
 
+from nanotrain.cli.places import read_path, written_path
 from nanotrain.config.flags import known_flags, split_settings
 from nanotrain.config.megatron import row_of
 from nanotrain.config.suggest import by_spelling, did_you_mean
@@ -110,6 +111,8 @@ def png_file(text: str) -> Path:
 # The converters of commands.yaml.
 TYPES: dict[str, Callable[[str], Any]] = {
     "path": local_path,
+    "read_path": read_path,
+    "written_path": written_path,
     "text_path": expanded,
     "corpus": partial(expanded, may_be_address=True),
     "png_file": png_file,

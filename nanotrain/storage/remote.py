@@ -4,7 +4,7 @@
     Remote.read            a range of bytes, in one request; short answers are errors and are requested again
     Remote.sizes           every object below a folder by relative name, with size and time: one listing
     Remote.put, .write     a file in parts, or bytes: whole objects, never half of one
-    Remote.delete, .move   in batches; an object store cannot rename, so a move is copies and deletions
+    Remote.delete          in batches
 
 Every request that fails for a reason that may pass is repeated. Credentials are those of the provider's usual places,
 never part of an address.
@@ -182,14 +182,6 @@ class Remote:
         paths = [f"{self.path}/{name}" for name in names]
         for first in range(0, len(paths), 1000):  # a request of most providers
             self._retried("deleted", partial(self._client().rm, paths[first : first + 1000]), missing_ok=True)
-
-    def move(self, names: Iterable[str], target: "Remote") -> None:
-        """Move objects below this folder to another one: copies in the order of the names, then one deletion."""
-        names = list(names)
-        for name in names:
-            copy = partial(self._client().cp_file, f"{self.path}/{name}", f"{target.path}/{name}")
-            self._retried("copied", copy)
-        self.delete(names)
 
     def _client(self) -> Any:
         provider = SCHEMES[self.scheme]

@@ -1,15 +1,20 @@
 """Runs in an S3 bucket equal runs on a disk, to the bit, over saves, resumes on other machines and other layouts."""
 
+import os
+import re
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from nanotrain.checkpoint.stored import fetched
+from nanotrain.cli.main import main
 from nanotrain.storage.remote import parse
 from tests import s3_server
 from tests.harness import run_ranks
-from tests.laws.command_line import arguments, assert_same_to_the_bit, run_command_lines
+from tests.laws.command_line import arguments, assert_same_to_the_bit, run_command_lines, steps_of
 
+THREE = "--train-iters 3 --micro-batch-size 3 --save-interval 2"
 SIX = "--train-iters 6 --micro-batch-size 3 --async-save --keep-last 1"
 
 
@@ -28,3 +33,84 @@ def test_a_run_that_is_resumed_on_another_machine_equals_one_on_a_disk(bucket: s
     lines = [stored(run, tmp_path / name, SIX, "--exit-interval 3") for name in ("one", "two")]
     run_ranks(2, run_command_lines, arguments(full, SIX), *lines, strategy="optim")
     assert_same_to_the_bit(fetched(parse(run), tmp_path / "back"), full)
+
+
+@pytest.fixture(scope="module")
+def trained(bucket: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A run in object storage with two checkpoints, and the same on a disk."""
+    folder = tmp_path_factory.mktemp("trained")
+    lines = [arguments(folder / "local", THREE), stored(f"{bucket}/trained", folder / "staging", THREE)]
+    run_ranks(1, run_command_lines, *lines)
+    return f"{bucket}/trained", folder / "local"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "report RUN --output OUT.html",
+        "compare RUN LOCAL",
+        "checkpoint inspect RUN",
+        "checkpoint verify RUN",
+        "checkpoint diff RUN/checkpoints/step-00000003 RUN",
+        "checkpoint average RUN/checkpoints/step-00000002 RUN --output OUT",
+        "checkpoint export-hf RUN OUT",
+        "checkpoint export-dcp RUN OUT",
+        "evaluate RUN --data TOKENS --max-samples 4",
+        "data ledger RUN",
+    ],
+)
+def test_a_command_on_addresses_does_what_it_does_on_folders(
+    command: str, trained: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    address, local = trained
+    output, tokens = f"{address}-of-{tmp_path.name}", str(local.parent / "tokens")
+    replies = []
+    for run, out in ((address, output), (str(local), str(tmp_path / "out"))):
+        words = command.replace("RUN", run).replace("OUT", out).replace("LOCAL", str(local)).replace("TOKENS", tokens)
+        assert main(words.split()) == 0, capsys.readouterr().err
+        replies.append(capsys.readouterr().out)
+    if "OUT" not in command:
+        assert numbers(replies[0]) == numbers(replies[1])
+    folder = tmp_path / "back"
+    for name, stat in parse(output).sizes().items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (parse(output) / name).download(folder / name, stat.size)
+    if (tmp_path / "out").is_dir():
+        written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.suffix != ".metadata"}
+        back = {path.name: path.read_bytes() for path in folder.iterdir()}
+        assert back.keys() == written.keys()
+        assert all(back[name] == written[name] for name in back if name.endswith("safetensors"))
+        assert main(["checkpoint", "export-hf", address, output]) == 2
+        assert f"{output} is not empty" in capsys.readouterr().err
+    assert not [*Path(tempfile.gettempdir()).glob(f"nanotrain-*-{os.getpid()}")]
+
+
+def numbers(text: str) -> list[str]:
+    """The numbers of an output, without those of paths, times and speeds."""
+    return re.findall(r"(?<![\w/.-])\d+\.\d{3,}(?![\w/])", text)
+
+
+def test_checkpoints_are_pruned_at_the_address(bucket: str, trained: tuple[str, Path], tmp_path: Path) -> None:
+    run = f"{bucket}/pruned"
+    run_ranks(1, run_command_lines, stored(run, tmp_path / "staging", THREE))
+    assert main(["checkpoint", "prune", run, "--keep-last", "1"]) == 0
+    assert {name.split("/")[1] for name in parse(run).sizes() if name.startswith("check")} == {"step-00000003"}
+
+
+def test_a_corpus_is_prepared_into_object_storage_and_trained_on(bucket: str, tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(f'{{"text": "{"word " * number}"}}\n' for number in range(1, 60)))
+    for output in (f"{bucket}/corpus", str(tmp_path / "corpus")):
+        assert main(f"prepare --input {text} --output {output} --tokenizer bytes --workers 1".split()) == 0
+    names = sorted(name for name in parse(bucket).sizes() if name.startswith("corpus"))
+    assert names == sorted(
+        path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("corpus*") if path.is_file()
+    )
+    assert all((parse(bucket) / name).read() == (tmp_path / name).read_bytes() for name in names if "json" not in name)
+    assert main(f"prepare --input {text} --output {bucket}/corpus --tokenizer bytes".split()) == 2
+    lines = [
+        arguments(tmp_path / name, THREE, f"--data-path {prefix} --vocab-size 300")
+        for name, prefix in (("a", f"{bucket}/corpus"), ("b", str(tmp_path / "corpus")))
+    ]
+    run_ranks(1, run_command_lines, *lines)
+    assert steps_of(tmp_path / "a") == steps_of(tmp_path / "b")
