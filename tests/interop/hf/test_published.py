@@ -1,14 +1,19 @@
 """The entries of config.json that published models have and those that they leave out, and what is refused of them."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical
 from nanotrain.interop.hf.families import FAMILIES, config_from_hf
+from tests.interop.hf.reference import CONFIGS, load
+from tests.model.building import random_batch
 
 DOTS = {"model_type": "dots1", "norm_topk_prob": True, "n_routed_experts": 4, "num_experts_per_tok": 2}
 
@@ -54,3 +59,27 @@ def test_rotary_positions_follow_the_windows_of_exaone() -> None:
 
 def test_the_rotated_channels_of_minimax_may_be_a_number() -> None:
     assert config_from_hf({"model_type": "minimax_m2", "rotary_dim": 64}).rotary_percent == 0.5
+
+
+VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+def test_of_a_ministral_that_sees_images_the_text_model_is_read(tmp_path: Path) -> None:
+    text, vision = CONFIGS["ministral3"][1] | {"model_type": "ministral3"}, VISION | {"model_type": "pixtral"}
+    config = transformers.Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    theirs = transformers.Mistral3ForConditionalGeneration(config)
+    theirs.save_pretrained(tmp_path)
+    tokens = random_batch().tokens
+    torch.testing.assert_close(load(tmp_path).logits(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+
+
+def test_of_kimi_k25_the_text_model_is_read(tmp_path: Path) -> None:
+    text = CONFIGS["deepseek_v3"][1] | {"model_type": "kimi_k2"}
+    vision = VISION | {"pos_emb_height": 4, "pos_emb_width": 4}
+    config = transformers.Kimi_K25Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    theirs = transformers.Kimi_K25ForConditionalGeneration(config)
+    theirs.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"  # where transformers renames the layers of the text model too
+    save_file({name.replace("model.blocks", "model.layers"): each for name, each in load_file(file).items()}, file)
+    tokens = random_batch().tokens
+    torch.testing.assert_close(load(tmp_path).logits(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
