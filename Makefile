@@ -76,8 +76,9 @@ dry-run: $(READY) ## the step of the largest recipes on 2,048 and 16,384 ranks, 
 gpu-check: $(READY) ## what a GPU machine has, what fits of the GPU benchmark in 10 minutes, the tests marked gpu; code 2 without a GPU
 	@$(RUN) scripts/gpu_check $(ARGS)
 
-docs: $(READY) ## write docs/config.md from the configuration's fields, and the pages as a site in site/
+docs: $(READY) ## write docs/config.md and docs/families.md from their tables, and the pages as a site in site/
 	$(RUN) -m scripts.config_page docs/config.md
+	$(RUN) -m scripts.families_page docs/families.md
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict && echo "site/index.html"
 
 build: $(READY) ## a wheel and a source archive in dist/

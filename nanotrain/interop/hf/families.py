@@ -11,6 +11,7 @@ feature is lost. docs/new_family.md shows how to add a family: one row of famili
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from nanotrain.interop.hf.canonical import canonical, free_keys
 from nanotrain.interop.hf.layout import COUNTED, Layout
 from nanotrain.interop.hf.names import HFName, Naming
 from nanotrain.interop.hf.parts import PARTS
-from nanotrain.interop.hf.tables import TABLES, read_tables
+from nanotrain.interop.hf.tables import MODELS, TABLES, read_tables
 from nanotrain.interop.hf.weights import has_mtp_weights
 from nanotrain.untrusted import object_of, own_file, parse_json, read_file, shown, unreadable, whole_number
 
@@ -240,10 +241,12 @@ def _lost_fields(model_config: ModelConfig, family: Family) -> list[str]:
 
 
 def _family(name: str) -> Family:
-    if name not in FAMILIES:
-        raise HuggingFaceError(
-            f"Hugging Face model_type {name} is not supported",
-            why=f"supported are {', '.join(FAMILIES)}",
-            fix="use a checkpoint of one of these, or add the family (docs/new_family.md)",
-        )
-    return FAMILIES[name]
+    if name in FAMILIES:
+        return FAMILIES[name]
+    needs = read_tables(MODELS)["unsupported"].get(name)
+    known = f"the nearest names are {', '.join(get_close_matches(name, FAMILIES, cutoff=0.0))}"
+    raise HuggingFaceError(
+        f"Hugging Face model_type {name} is not supported",
+        why=f"it would need {needs}" if needs else known,
+        fix="use a checkpoint of a family of docs/families.md, or add the family (docs/new_family.md)",
+    )

@@ -1,4 +1,4 @@
-"""The tables of families.yaml, which describes each of them."""
+"""The tables of families.yaml, which describes each of them, and of models.yaml."""
 
 from functools import cache
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-TABLES = Path(__file__).with_name("families.yaml")
+TABLES, MODELS = (Path(__file__).with_name(name) for name in ("families.yaml", "models.yaml"))
 
 
 @cache

@@ -42,6 +42,8 @@ def test_entries_that_are_left_out_have_the_values_of_transformers(kind: str) ->
         ({"model_type": "ernie4_5", "use_bias": True}, "use_bias"),
         ({"model_type": "ernie4_5_moe", "moe_layer_start_index": 28}, "moe_layer_start_index"),
         ({"model_type": "granitemoe", "attention_bias": True}, "attention_bias"),
+        ({"model_type": "gemma4_text"}, "it would need KV sharing between layers"),
+        ({"model_type": "qwen3_mo"}, "nearest names are qwen3_moe"),
         ({"model_type": "cwm", "layer_types": ["chunked_attention"] * 64}, "chunked_attention"),
     ],
 )
