@@ -14,10 +14,10 @@
 Every rule is a pure function of the configuration, so a report can be reproduced.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from math import lcm
+from math import gcd, lcm
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,13 @@ from nanotrain.config.config import (
     PrecisionConfig,
     TrainConfig,
 )
-from nanotrain.config.model import DELTA_RULES, MLAConfig, ModelConfig, MoEConfig
+from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.config.notation import read_pipeline_layout, write_pipeline_layout
 from nanotrain.config.parallel import MemoryConfig, ParallelConfig
-from nanotrain.config.schema import KEYS, flat_values
+from nanotrain.config.rules.check import check_layout, check_model
+from nanotrain.config.schema import ENTRIES, KEYS, flat_values, value_of, with_values
 from nanotrain.config.tables import read_table
+from nanotrain.errors import ConfigError
 from nanotrain.quantities import round_up
 
 VOCAB_SIZE = 203  # not a multiple of 128, so the vocabulary is padded
@@ -49,6 +51,7 @@ LEFT_OUT: dict[str, list[str]] = {
     reason: [key for name in names for key in KEYS if key == name or key.startswith(f"{name}.")]
     for reason, names in read_table("left_out", folder=Path(__file__).parent).items()
 }
+SIZES: dict[str, dict[str, Any]] = read_table("sizes", folder=Path(__file__).parent)  # by kind of layer
 
 
 def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
@@ -64,7 +67,7 @@ def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
         seq_unit *= 2  # half of it is a length too
     seq_length = round_up(MIN_SEQ_LENGTH, seq_unit)
     num_layers, parallel = shrink_layers(config.model.num_layers, config.parallel)
-    return Config(
+    small = Config(
         model=shrink_model(config, seq_length, num_layers=num_layers),
         parallel=replace(parallel, ddp_bucket_size=BUCKET_SIZE),
         memory=shrink_memory(config.memory, config.parallel, num_layers=num_layers),
@@ -86,6 +89,7 @@ def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
             **shrink_batches(config, dp=dp, seq_length=seq_length),
         ),
     )
+    return shrink_sizes(small)
 
 
 def shrink_batches(config: Config, *, dp: int, seq_length: int) -> dict[str, Any]:
@@ -170,14 +174,22 @@ def _balances_two_microbatches(moe: MoEConfig) -> bool:
 
 
 def shrink_model(config: Config, seq_length: int, *, num_layers: int) -> ModelConfig:
-    """Shrink the model section to a sequence length and a number of layers."""
-    model_config, parallel = config.model, config.parallel
+    """Shrink the model section to a sequence length and a number of layers; heads, experts and widths stay."""
+    model_config, moe = config.model, config.model.moe
     has_longer_positions = model_config.max_position_embeddings > config.data.seq_length
-    multiple, tp = model_config.make_vocab_size_divisible_by, parallel.tensor_model_parallel_size
+    multiple, tp = model_config.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
     pattern = partial(shrink_pattern, num_layers=num_layers)
-    sizes = shrink_attention(model_config, parallel)
-    sizes["init_method_std"] = sizes["hidden_size"] ** -0.5
-    small = replace(
+    if moe is not None:
+        losses = zip(moe.router_load_balancing_type, moe.aux_loss_coeff, strict=True)
+        kept = {name: coeff for name, coeff in losses if name != "aux_loss" or not _balances_two_microbatches(moe)}
+        moe = replace(
+            moe,
+            layer_freq=pattern(moe.layer_freq, model_config.moe_layers),
+            router_load_balancing_type=[*kept],
+            aux_loss_coeff=[*kept.values()],
+            divide_global_aux_loss_by_dp=False,
+        )
+    return replace(
         model_config,
         num_layers=num_layers,
         window_size=None if model_config.window_size is None else min(model_config.window_size, seq_length // 3),
@@ -191,17 +203,61 @@ def shrink_model(config: Config, seq_length: int, *, num_layers: int) -> ModelCo
         max_position_embeddings=seq_length + 8 * has_longer_positions,
         vocab_size=VOCAB_SIZE,
         make_vocab_size_divisible_by=multiple if multiple <= 128 and multiple % tp == 0 else lcm(16, tp),
-        **sizes,
+        moe=moe,
     )
-    small = replace(small, **shrink_scans(model_config, parallel))
-    moe = model_config.moe
-    if moe is None or moe.ffn_hidden_size is None or not all(model_config.moe_layers):  # else no layer is dense
-        ranks = lcm(tp, parallel.expert_tensor_parallel_size or 1)
-        small = replace(small, ffn_hidden_size=_width(2 * small.hidden_size, ranks=ranks))
-    if moe is None:
-        return small
-    moe = replace(moe, layer_freq=pattern(moe.layer_freq, model_config.moe_layers))
-    return replace(small, moe=shrink_experts(moe, parallel, ffn_size=small.hidden_size))
+
+
+def shrink_sizes(config: Config) -> Config:
+    """Shrink heads, experts and widths, by the rows of sizes.yaml for the kinds of layers of the model."""
+    kinds = dict.fromkeys(("attention", *config.model.mixers, *config.model.mlps))
+    rows = [SIZES[kind] for kind in kinds if kind in SIZES]
+    if "mamba2" in kinds:  # unset, their number follows from the hidden size
+        config = with_values(config, {"model.mamba.num_heads": config.model.mamba_heads})
+    for row in rows:
+        config = divide(config, row.get("divided", ()))
+    model_config, heads = config.model, config.model.num_attention_heads
+    width = 4 * -(-8 // heads)  # RoPE needs pairs; grouped products need multiples of 4
+    hidden = 48 if model_config.mla else heads * width + 8 * (model_config.kv_channels is not None)
+    tp, etp = config.parallel.tensor_model_parallel_size, config.parallel.expert_tensor_parallel_size
+    values = {name: size for row in rows for name, size in row.get("set", {}).items()}
+    values |= {
+        "hidden_size": hidden,
+        "init_method_std": hidden**-0.5,
+        "kv_channels": width,
+        "moe_latent_size": hidden // 2,
+    }
+    # every rank gets a multiple of 4: rows of 16 bytes in fp32
+    values["moe_ffn_hidden_size"] = round_up(hidden, 4 * (etp or tp))
+    values["moe_shared_expert_intermediate_size"] = round_up(hidden, 4 * tp)
+    by_key = {ENTRIES[name].key: value for name, value in values.items()}
+    by_key = {key: value for key, value in by_key.items() if value_of(config, key) is not None}
+    if "dense" in kinds or model_config.moe is None or model_config.moe.ffn_hidden_size is None:
+        by_key["model.ffn_hidden_size"] = round_up(2 * hidden, 4 * lcm(tp, etp or 1))
+    return with_values(config, by_key)
+
+
+def divide(config: Config, names: Iterable[str]) -> Config:
+    """Divide sizes by one number, the largest that the rules allow.
+
+    A rank keeps two heads of each kind if it had as many, and a model twice as many experts as a token is routed to.
+    """
+    parallel, moe = config.parallel, config.model.moe
+    unit = parallel.tensor_model_parallel_size
+    unit *= parallel.context_parallel_size if parallel.cp_comm_type == "a2a" else 1
+    least = 2 * unit
+    if "num_experts" in names and moe is not None:
+        least = max(8, 2 * moe.router_topk, 2 * parallel.expert_model_parallel_size)
+    sizes = {key: size for name in names if (size := value_of(config, key := ENTRIES[name].key)) is not None}
+    for number in range(gcd(*sizes.values()), 1, -1):
+        if all(size % number == 0 and size // number >= min(size, least) for size in sizes.values()):
+            small = with_values(config, {key: size // number for key, size in sizes.items()})
+            try:
+                check_model(small)
+                check_layout(small)
+            except ConfigError:
+                continue
+            return small
+    return config
 
 
 def shrink_layers(num_layers: int, parallel: ParallelConfig) -> tuple[int, ParallelConfig]:
@@ -230,80 +286,6 @@ def shrink_layers(num_layers: int, parallel: ParallelConfig) -> tuple[int, Paral
     return middle + (first or 0) + (last or 0), parallel
 
 
-def shrink_attention(model_config: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
-    """Shrink heads and widths; query heads per group stay, and a rank has two groups if it had several."""
-    tp, mla = parallel.tensor_model_parallel_size, model_config.mla
-    unit = tp * parallel.context_parallel_size if parallel.cp_comm_type == "a2a" else tp
-    if mla is not None:
-        heads = _first(unit, least=2 * unit, most=model_config.num_attention_heads)
-        return {
-            "hidden_size": 48,
-            "num_attention_heads": heads,
-            "mla": MLAConfig(
-                q_lora_rank=None if mla.q_lora_rank is None else 24,
-                kv_lora_rank=16,
-                qk_head_dim=8,
-                qk_pos_emb_head_dim=4,
-                v_head_dim=8 if mla.v_head_dim == mla.qk_head_dim else 12,
-            ),
-        }
-    ratio, groups = model_config.num_attention_heads // model_config.query_groups, model_config.query_groups
-    if groups >= tp:
-        groups = _first(tp, least=2 * tp, most=groups, fits=lambda count: ratio * count % unit == 0)
-    heads = ratio * groups
-    width = 4 * -(-8 // heads)  # RoPE needs pairs; grouped products need multiples of 4
-    return {
-        "hidden_size": heads * width + (8 if model_config.kv_channels is not None else 0),
-        "num_attention_heads": heads,
-        "num_query_groups": None if model_config.num_query_groups is None else groups,
-        "kv_channels": None if model_config.kv_channels is None else width,
-    }
-
-
-def shrink_scans(model_config: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
-    """Shrink heads and widths of linear attention; heads of values per head of keys stay."""
-    tp, linear, mamba = parallel.tensor_model_parallel_size, model_config.linear_attention, model_config.mamba
-    unit = tp * parallel.context_parallel_size if parallel.cp_comm_type == "a2a" else tp
-    sizes: dict[str, Any] = {}
-    if "mamba2" in model_config.mixers:
-        groups = _first(tp, least=2 * tp, most=mamba.num_groups)
-        heads = groups * max(1, lcm(unit, groups) // groups)
-        sizes["mamba"] = replace(mamba, state_dim=8, head_dim=8, num_groups=groups, num_heads=heads)
-    if linear is not None and DELTA_RULES & {*model_config.mixers}:
-        ratio = linear.num_value_heads // linear.num_key_heads
-        keys = _first(unit, least=2 * unit, most=linear.num_key_heads)
-        small = replace(linear, num_key_heads=keys, num_value_heads=keys * ratio)
-        sizes["linear_attention"] = replace(small, key_head_dim=8, value_head_dim=8)
-    return sizes
-
-
-def shrink_experts(moe: MoEConfig, parallel: ParallelConfig, *, ffn_size: int) -> MoEConfig:
-    """Shrink the experts; at least twice as many as a token is routed to, of about the width `ffn_size`."""
-    tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
-    groups, group_topk, topk = moe.router_num_groups or 1, moe.router_group_topk or 1, moe.router_topk
-    num_experts = _first(
-        lcm(ep, groups),
-        least=max(8, 2 * topk, 2 * ep),
-        most=moe.num_experts,
-        fits=lambda count: topk <= group_topk * (count // groups),
-    )
-    has_shared, has_own_width = moe.shared_expert_intermediate_size is not None, moe.ffn_hidden_size is not None
-    width = _width(ffn_size, ranks=parallel.expert_tensor_parallel_size or tp)
-    losses = list(zip(moe.router_load_balancing_type, moe.aux_loss_coeff, strict=True))
-    if _balances_two_microbatches(moe):
-        losses = [(name, coeff) for name, coeff in losses if name != "aux_loss"]
-    return replace(
-        moe,
-        router_load_balancing_type=[name for name, _ in losses],
-        aux_loss_coeff=[coeff for _, coeff in losses],
-        num_experts=num_experts,
-        ffn_hidden_size=width if has_own_width else None,
-        shared_expert_intermediate_size=_width(ffn_size, ranks=tp) if has_shared else None,
-        latent_size=None if moe.latent_size is None else ffn_size // 2,
-        divide_global_aux_loss_by_dp=False,
-    )
-
-
 def shrink_pattern(text: str, full: tuple[bool, ...], *, num_layers: int) -> str:
     """The pattern of fewer layers: evenly sampled from the full one, with both kinds of layers if it has both.
 
@@ -327,14 +309,3 @@ def shrink_letters(text: str | None, *, num_layers: int) -> str | None:
     'G-*EG'
     """
     return None if text is None else "".join([*dict.fromkeys(text), *text][:num_layers])
-
-
-def _first(unit: int, *, least: int, most: int, fits: Callable[[int], bool] = lambda count: True) -> int:
-    """The smallest multiple of `unit` that is at least `least` and fits; at most `most`, which fits."""
-    start = round_up(min(least, most), unit)
-    return next((count for count in range(start, most, unit) if fits(count)), most)
-
-
-def _width(size: int, *, ranks: int) -> int:
-    """Round a width up so that each rank gets a multiple of 4: rows of 16 bytes in fp32."""
-    return round_up(size, 4 * ranks)

@@ -17,7 +17,7 @@ from nanotrain.config.schema import KEYS, flat_values, value_of, with_values
 from nanotrain.errors import ConfigError, TopologyError
 from nanotrain.parallel.cp import CORE_ATTENTIONS
 from nanotrain.parallel.pp.schedules import SCHEDULES
-from nanotrain.parity.shrink import LEFT_OUT, MAX_ATTENTION_LOGIT, left_out, on_one_rank, shrink
+from nanotrain.parity.shrink import LEFT_OUT, MAX_ATTENTION_LOGIT, divide, left_out, on_one_rank, shrink
 from nanotrain.spec.counts import num_parameters
 from nanotrain.spec.shape import ModelShape
 from nanotrain.topology.topology import Topology
@@ -109,7 +109,7 @@ def layouts(draw: st.DrawFn, config: Config) -> Config:
     return replace(config, parallel=parallel)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_every_recipe_shrinks_for_every_layout_that_it_can_have(data: st.DataObject) -> None:
     config = layouts(data.draw, recipe(data.draw(st.sampled_from(RECIPES))))
@@ -233,3 +233,13 @@ def test_of_losses_over_two_kinds_of_microbatches_one_is_left_out() -> None:
 def test_ranks_that_do_not_fit_the_layout_are_a_topology_error() -> None:
     with pytest.raises(TopologyError, match="6 ranks cannot form tp=4 x cp=1 x pp=4"):
         shrink(recipe("llama70b"), 6, num_steps=1)
+
+
+def test_sizes_are_divided_by_one_number_as_far_as_the_rules_allow() -> None:
+    line = ["+config=tiny", "--num-attention-heads=96", "--hidden-size=768", "--num-query-groups=48"]
+    config = load([*line, "--tensor-model-parallel-size=4"], to_train=False).config
+    names = ("num_attention_heads", "num_query_groups")
+    small = divide(config, names).model
+    assert (small.num_attention_heads, small.num_query_groups) == (16, 8), "two groups per rank"
+    few = with_values(config, {"model.num_query_groups": 4})
+    assert divide(few, names) == few, "a rank had one group"
