@@ -19,7 +19,7 @@ from tests.harness import run_ranks
 from tests.interop.hf.reference import CONFIGS, IN_FP64, reference
 from tests.laws.worlds import GLOBAL_BATCH, VOCAB_SIZE, Case, UnevenDataset, train_layouts
 
-ROWS = ("kimi_linear", "qwen3_5")
+ROWS = ("kimi_linear", "nemotron_h", "qwen3_5")
 STEPS, WITHIN = 10, 5e-7  # relative
 LAYOUTS: dict[int, list[dict[str, Any]]] = {  # by number of ranks
     1: [{}],

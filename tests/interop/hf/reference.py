@@ -323,6 +323,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 EXPERT_BIASES = ("e_score_correction_bias", "feed_forward.expert_bias")
 # Models that are compared in fp64, and the package of transformers that has them.
 IN_FP64 = {
+    "nemotron_h": "nemotron_h",
+    "nemotron_h-latent": "nemotron_h",
+    "nemotron_h-dense": "nemotron_h",
+    "granitemoehybrid": "granitemoehybrid",
+    "granitemoehybrid-dense": "granitemoehybrid",
+    "granitemoehybrid-attention": "granitemoehybrid",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2_moe",
     "qwen3_next": "qwen3_next",
     "qwen3_5": "qwen3_5",
     "qwen3_5-tied": "qwen3_5",
