@@ -26,11 +26,12 @@ from nanotrain.train.plans.plan import plan_run
 from tests.test_docs import PAGES, ROOT, code_lines
 
 RAN = re.compile(
-    r"nanotrain (?!.*--nproc-per-node)(--version|config|completion|compare|runs|generate|checkpoint"
+    r"nanotrain (?!.*--nproc-per-node|.*s3://)(--version|config|completion|compare|runs|generate|checkpoint"
     r"|report|evaluate .*--data|prepare .*--tokenizer bytes|topology --world-size)\b.*"
 )
 PLANNED = re.compile(r"(\$ )?(nanotrain train|torchrun .*-m nanotrain\.train) .*")
 PARSED = {  # the beginning of a command: what runs it
+    "nanotrain checkpoint": "tests/laws/test_object_storage.py",  # of addresses
     "nanotrain data": "tests/cli/test_data.py",
     "nanotrain dry-run": "tests/planner/dry_run",
     "nanotrain plan": "tests/cli/test_plan.py",
