@@ -29,6 +29,7 @@ COMMANDS = (
 
 
 LOCAL = ("runs", "watch", "timeline", "topology", "config")
+SWEEP = "sweep --over lr=1e-3 --run-dir RUN --mock-data --vocab-size 64"
 NO_PATH = "is no path: files are read and written by their path"
 
 
@@ -80,7 +81,7 @@ def test_an_unknown_scheme_is_one_error_in_every_command(
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command.split()[0] in LOCAL])
+@pytest.mark.parametrize("command", [*(command for command in COMMANDS if command.split()[0] in LOCAL), SWEEP])
 def test_an_address_is_one_error_where_files_are_local(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -28,6 +28,7 @@ from nanotrain.config.load import Loaded, load_line
 from nanotrain.config.rules.check import validate_start
 from nanotrain.config.schema import nest, to_dict
 from nanotrain.errors import ConfigError, NanotrainError
+from nanotrain.paths import expanded
 from nanotrain.system import handling_signals
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def check_trials(trials: Sequence[Trial], *, shared: Sequence[str], options: Seq
                 check_ranks(["nanotrain.train", *arguments], options=options, check=check)
         except NanotrainError as error:
             raise ConfigError(f"run {trial.name}: {error}") from None
-        run_dir = str(loaded.config.train.run_dir)
+        run_dir = expanded(str(loaded.config.train.run_dir))  # refuses addresses
         base = Path(run_dir if "train.run_dir" in loaded.explicit else f"{run_dir}-sweep")
         folder = (placed[0].folder.parent if placed else base) / trial.name
         if run := _run_of(folder):

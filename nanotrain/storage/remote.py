@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from nanotrain.errors import ConfigError, StorageFault
 
-PART_BYTES, MAX_PARTS, CONCURRENCY = 16 * 2**20, 9_000, 4
+PART_BYTES, MAX_PARTS, CONCURRENCY = 8 * 2**20, 9_000, 4
 """Parts of an upload: a rank holds CONCURRENCY of them, and a provider takes 10,000 of a file."""
 ATTEMPTS, FIRST_PAUSE_S = 6, 0.1  # the pause doubles
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)

@@ -4,6 +4,7 @@ import os
 import random
 import re
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,6 +156,21 @@ def test_the_chunks_of_a_large_shard_are_one_request_each(run: Remote, tmp_path:
     with s3_server.server().counted() as loaded:
         tensor = read_box(newest, read_manifest(newest), box=TensorBox.full("model/1", (1 << 15,)))
     assert not tensor.any() and len(loaded) == 2, "the head of the file, and the box that was wanted"
+
+
+def test_a_save_blocks_for_the_copy_alone(run: Remote, tmp_path: Path) -> None:
+    """Its part before the thread makes no request, so it takes as long as that of a save on a disk."""
+    one, may_reply = OneRank(run, tmp_path), threading.Event()
+
+    def wait(request: s3_server.Request) -> None:
+        assert may_reply.wait(60)
+
+    with s3_server.server().faults(wait):
+        one.checkpointer.start_save(1, state(1), **CONTENT)
+        assert one.checkpointer.poll() is None
+        may_reply.set()
+        one.checkpointer.wait()
+    assert one.restored() == 1
 
 
 def test_what_arrives_damaged_is_uploaded_again_and_then_refused(

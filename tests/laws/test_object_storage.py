@@ -4,12 +4,14 @@ import os
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nanotrain.checkpoint.stored import fetched
 from nanotrain.cli.main import main
 from nanotrain.storage.remote import parse
+from nanotrain.train.main import main as train
 from tests import s3_server
 from tests.harness import run_ranks
 from tests.laws.command_line import arguments, assert_same_to_the_bit, run_command_lines, steps_of
@@ -33,6 +35,49 @@ def test_a_run_that_is_resumed_on_another_machine_equals_one_on_a_disk(bucket: s
     lines = [stored(run, tmp_path / name, SIX, "--exit-interval 3") for name in ("one", "two")]
     run_ranks(2, run_command_lines, arguments(full, SIX), *lines, strategy="optim")
     assert_same_to_the_bit(fetched(parse(run), tmp_path / "back"), full)
+
+
+def test_another_layout_resumes_from_a_bucket_as_from_a_disk(bucket: str, tmp_path: Path) -> None:
+    """Two ranks write, four with tensor and pipeline parallelism go on, on a machine that has nothing."""
+    local, run = tmp_path / "local", f"{bucket}/layouts/run"
+    stop = (SIX, "--exit-interval 3")
+    run_ranks(2, run_command_lines, arguments(local, *stop), stored(run, tmp_path / "one", *stop), strategy="optim")
+    on = (*stop, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2")
+    run_ranks(4, run_command_lines, arguments(local, *on), stored(run, tmp_path / "two", *on), tp=2, pp=2)
+    assert_same_to_the_bit(fetched(parse(run), tmp_path / "back"), local)
+    loaded = f"checkpoint.load={run}/checkpoints/step-00000006"
+    finetuned = [
+        [*arguments(tmp_path / name, "--train-iters 2 --finetune --micro-batch-size 3"), load, staging]
+        for name, load, staging in (
+            ("a", loaded, f"checkpoint.staging_dir={tmp_path / 'three'}"),
+            ("b", f"checkpoint.load={local}", "checkpoint.keep_last=3"),
+        )
+    ]
+    run_ranks(1, run_command_lines, *finetuned)
+    assert_same_to_the_bit(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.usefixtures("bucket")
+@pytest.mark.parametrize(
+    ("fault", "run", "reason"),
+    [
+        (None, "s3://no-such-bucket/run", "bucket does not exist; make the bucket, or name another one with --run-dir"),
+        ("denied", "s3://laws/refused", "Access Denied; give credentials with this right"),
+        ("skewed", "s3://laws/refused", "check the clock of this machine"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_one_error_before_any_device(
+    fault: str | None, run: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    s3_server.without_pauses(monkeypatch)
+    monkeypatch.setattr("nanotrain.comm.device.pick_device", lambda *args: pytest.fail("a device was touched"))
+    line = stored(run, tmp_path / "staging", THREE)
+    before = sorted(tmp_path.iterdir())
+    with s3_server.server().faults(lambda request: fault):
+        assert train(line) == 2
+    error = capsys.readouterr().err
+    assert error.count("error:") == 1 and f"error: {run}/.writable cannot be written" in error and reason in error
+    assert "test-secret" not in error and sorted(tmp_path.iterdir()) == before
 
 
 @pytest.fixture(scope="module")
