@@ -45,8 +45,8 @@ from torch.utils.checkpoint import checkpoint
 from nanotrain.attention.chunks import accumulate_dtype
 from nanotrain.attention.tiles import on_device
 from nanotrain.comm.autograd import eager
+from nanotrain.spec.kinds.delta_net import CHUNK_SIZE
 
-CHUNK_SIZE = 64
 NORM_EPS = 1e-6  # added to squared lengths, as in transformers and fla
 
 

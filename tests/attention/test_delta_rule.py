@@ -4,12 +4,17 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 
 from nanotrain.attention.delta_rule import DeltaInputs, delta_rule, fla_delta_rule, span_map
+from nanotrain.config.model import LinearAttentionConfig, ModelConfig
+from nanotrain.spec.kinds import MIXERS
+from nanotrain.spec.shape import ModelShape
 from tests.attention.delta_inputs import BATCH, KEY_DIM, random_inputs, recurrence, tensors
 from tests.attention.fp64_transformers import modeling_in_fp64
 
@@ -131,3 +136,21 @@ def kernel(*tensors: Tensor, initial_state: Tensor, **options: Any) -> tuple[Ten
         for i in range(len(borders) - 1)
     ]
     return torch.cat([out for out, _ in parts], dim=1), torch.cat([state for _, state in parts])
+
+
+@pytest.mark.parametrize("kind", ["gated_delta_net", "kda"])
+def test_the_backward_allocates_what_the_plan_says(kind: str) -> None:
+    length, groups, heads, key, value = 512, 4, 4, 64, 32
+    sizes = LinearAttentionConfig(key_head_dim=key, value_head_dim=value, num_key_heads=groups, num_value_heads=heads)
+    model = ModelConfig(vocab_size=128, linear_attention_type=kind, linear_attention=sizes)
+    rank = SimpleNamespace(shape=ModelShape.of(model), tokens=length, tp=1)
+    widths = {"query": (groups, key), "key": (groups, key), "value": (heads, value), "beta": (heads, 1)}
+    widths["decay"] = (heads, key if kind == "kda" else 1)
+    drawn = {name: -torch.rand(1, length, *shape) for name, shape in widths.items()}
+    inputs = DeltaInputs(**{name: x.bfloat16().requires_grad_() for name, x in drawn.items()})
+    out, _ = delta_rule(inputs)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        out.sum().backward()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
+    assert max(held) == pytest.approx(MIXERS[kind].working_bytes(rank), rel=0.06)

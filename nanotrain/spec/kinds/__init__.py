@@ -20,10 +20,16 @@ MIXERS: dict[str, LayerKind] = {
     "mla": LayerKind(
         attention.mla, attention.mla_bytes, attention.pair_flops, has_keys=True, clipped_rows=attention.mla_rows
     ),
-    "gated_delta_net": LayerKind(
-        delta_net.gated_delta_net, delta_net.saved_bytes, delta_net.sequence_flops, cp_bytes=delta_net.cp_bytes
-    ),
-    "kda": LayerKind(delta_net.kda, delta_net.saved_bytes, delta_net.sequence_flops, cp_bytes=delta_net.cp_bytes),
+    **{
+        name: LayerKind(
+            declare,
+            delta_net.saved_bytes,
+            delta_net.sequence_flops,
+            delta_net.working_bytes,
+            cp_bytes=delta_net.cp_bytes,
+        )
+        for name, declare in (("gated_delta_net", delta_net.gated_delta_net), ("kda", delta_net.kda))
+    },
     "mamba2": LayerKind(
         mamba.declare, mamba.saved_bytes, mamba.sequence_flops, mamba.working_bytes, cp_bytes=mamba.cp_bytes
     ),
