@@ -19,6 +19,7 @@ PUBLISHED = {
     "llama3_8b": 8_030_261_248,
     "llama70b": 68_976_648_192,
     "llama7b": 6_738_415_616,
+    "qwen3_5_27b": 26_895_998_464,  # without the vision encoder and multi-token prediction
     "qwen3_8b": 8_190_735_360,
 }
 MIXTURES = {
@@ -26,6 +27,9 @@ MIXTURES = {
     "qwen3_30b_a3b": (30_532_122_624, 3_353_032_704, 16),
     "deepseek_v3": (671_026_404_352, 37_552_282_624, 128),  # without multi-token prediction
     "nemotron3_nano_30b_a3b": (31_577_937_344, 3_580_073_408, 32),
+    "qwen3_next_80b_a3b": (79_674_391_296, 3_874_929_408, 1),  # these without multi-token prediction
+    "qwen3_5_35b_a3b": (34_660_610_688, 3_454_988_928, 1),
+    "kimi_linear_48b_a3b": (49_122_675_072, 3_484_453_248, 1),
 }
 SMALL = ("tiny", "tiny_moe")
 # layouts for more GPUs

@@ -1,6 +1,7 @@
 """Families with layers of linear attention: published entries of config.json, rejected ones, text models of others."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from nanotrain.config.load import load as load_config
 from nanotrain.errors import HuggingFaceError
 from nanotrain.inference.checkpoint import export_checkpoint
+from nanotrain.interop.hf.canonical import canonical
 from nanotrain.interop.hf.families import config_from_hf, config_to_hf
 from nanotrain.interop.hf.import_weights import import_hf
 from tests.interop.hf.reference import CONFIGS, load, reference, tensors_of
@@ -39,6 +42,92 @@ KIMI = {  # with the entries of moonshotai/Kimi-Linear-48B-A3B-Instruct
         "short_conv_kernel_size": 3,
     },
 }
+
+
+QWEN = {  # what the three have in common
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "router_aux_loss_coef": 0.001}
+PUBLISHED: dict[str, dict[str, Any]] = {  # entries of the published config.json, of their text models
+    "qwen3_next_80b_a3b": QWEN
+    | EXPERTS
+    | {"model_type": "qwen3_next", "num_hidden_layers": 48, "num_experts": 512, "num_experts_per_tok": 10}
+    | {"norm_topk_prob": True, "vocab_size": 151936},
+    "qwen3_5_35b_a3b": QWEN
+    | EXPERTS
+    | {"model_type": "qwen3_5_moe_text", "num_hidden_layers": 40, "num_experts": 256, "num_experts_per_tok": 8}
+    | {"mtp_num_hidden_layers": 1, "vocab_size": 248320},
+    "qwen3_5_27b": QWEN
+    | {"model_type": "qwen3_5_text", "num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 17408}
+    | {"linear_num_value_heads": 48, "num_attention_heads": 24, "num_key_value_heads": 4, "vocab_size": 248320},
+    "kimi_linear_48b_a3b": {
+        "model_type": "kimi_linear",
+        "first_k_dense_replace": 1,
+        "head_dim": 72,
+        "hidden_act": "silu",
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "kv_lora_rank": 512,
+        "linear_attn_config": {
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+            "head_dim": 128,
+            "kda_layers": [layer for layer in range(1, 27) if layer % 4],
+            "num_heads": 32,
+            "short_conv_kernel_size": 4,
+        },
+        "mla_use_nope": True,
+        "model_max_length": 1048576,
+        "moe_intermediate_size": 1024,
+        "moe_layer_freq": 1,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",
+        "num_attention_heads": 32,
+        "num_expert_group": 1,
+        "num_experts": 256,
+        "num_experts_per_token": 8,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 32,
+        "num_nextn_predict_layers": 0,
+        "num_shared_experts": 1,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "routed_scaling_factor": 2.446,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "use_grouped_topk": True,
+        "v_head_dim": 128,
+        "vocab_size": 163840,
+    },
+}
+
+
+@pytest.mark.parametrize("recipe", PUBLISHED)
+def test_a_recipe_is_the_published_model(recipe: str) -> None:
+    model = load_config(["+config=" + recipe], to_train=False).config.model
+    if model.moe is not None:
+        model = replace(model, moe=replace(model.moe, aux_loss_coeff=[0.0]))
+    assert canonical(config_from_hf(PUBLISHED[recipe])) == canonical(model)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])

@@ -148,7 +148,14 @@ def test_the_published_layout_is_read() -> None:
     assert canonical(config_from_hf(raw)) == canonical(replace(recipe, moe=replace(recipe.moe, aux_loss_coeff=[0.0])))
 
 
-@pytest.mark.parametrize(("recipe", "published"), [("mixtral_8x7b", 0.02), ("qwen3_30b_a3b", 0.001)])
+@pytest.mark.parametrize(
+    ("recipe", "published"),
+    [
+        ("mixtral_8x7b", 0.02),
+        ("qwen3_30b_a3b", 0.001),
+        ("qwen3_5_35b_a3b", 0.001),
+    ],
+)
 def test_the_coefficient_of_a_recipe_is_the_published_one_in_transformers_definition(recipe, published) -> None:
     model = load([f"model={recipe}", "--mock-data"]).config.model
     assert config_to_hf(model, family=family_of(model))["router_aux_loss_coef"] == pytest.approx(published, rel=1e-5)
