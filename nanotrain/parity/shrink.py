@@ -216,7 +216,9 @@ def shrink_sizes(config: Config) -> Config:
     for row in rows:
         config = divide(config, row.get("divided", ()))
     model_config, heads = config.model, config.model.num_attention_heads
-    width = 4 * -(-8 // heads)  # RoPE needs pairs; grouped products need multiples of 4
+    # RoPE rotates pairs; grouped products need multiples of 4
+    width, share = 4 * -(-8 // heads), model_config.rotary_percent
+    width = next((size for size in range(width, 16, 4) if int(size * share) in range(2, 16, 2)), 16)
     hidden = 48 if model_config.mla else heads * width + 8 * (model_config.kv_channels is not None)
     tp, etp = config.parallel.tensor_model_parallel_size, config.parallel.expert_tensor_parallel_size
     values = {name: size for row in rows for name, size in row.get("set", {}).items()}
@@ -289,12 +291,14 @@ def shrink_layers(num_layers: int, parallel: ParallelConfig) -> tuple[int, Paral
 def shrink_pattern(text: str, full: tuple[bool, ...], *, num_layers: int) -> str:
     """The pattern of fewer layers: evenly sampled from the full one, with both kinds of layers if it has both.
 
+    >>> shrink_pattern("4", (True, True, True, False) * 2, num_layers=2)
+    '[0, 1]'
     >>> shrink_pattern("[0]*3+[1]*58", (False,) * 3 + (True,) * 58, num_layers=4)
     '[0, 1, 1, 1]'
     >>> shrink_pattern("[0]+[1]*59+[0]", (False, *(True,) * 59, False), num_layers=4)
     '[0, 1, 1, 1]'
     """
-    if "[" not in text:  # a frequency
+    if "[" not in text and int(text) <= num_layers:  # a frequency
         return text
     small = [full[layer * len(full) // num_layers] for layer in range(num_layers)]
     for kind in set(full) - set(small):
