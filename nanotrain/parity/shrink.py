@@ -209,7 +209,8 @@ def shrink_model(config: Config, seq_length: int, *, num_layers: int) -> ModelCo
 
 def shrink_sizes(config: Config) -> Config:
     """Shrink heads, experts and widths, by the rows of sizes.yaml for the kinds of layers of the model."""
-    kinds = dict.fromkeys(("attention", *config.model.mixers, *config.model.mlps))
+    softmax = ("attention",) if config.model.mla is None else ("attention", "mla")
+    kinds = dict.fromkeys((*softmax, *config.model.mixers, *config.model.mlps))
     rows = [SIZES[kind] for kind in kinds if kind in SIZES]
     if "mamba2" in kinds:  # unset, their number follows from the hidden size
         config = with_values(config, {"model.mamba.num_heads": config.model.mamba_heads})
