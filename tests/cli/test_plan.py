@@ -1,12 +1,15 @@
 """The command line of `nanotrain plan`: one screen, JSON, a picture, a search; and what it refuses."""
 
 import json
+from pathlib import Path
+from textwrap import indent
 
 import pytest
 
 from nanotrain.cli.main import main
 from nanotrain.config.load import load, to_yaml
 
+PAGE = Path(__file__).parents[2] / "docs/planner.md"
 RUN = ["+config=llama1b", "--mock-data", "--world-size", "8"]
 
 
@@ -14,6 +17,7 @@ def test_one_screen_a_picture_and_json(capsys, tmp_path):
     picture = tmp_path / "step.png"
     assert main(["plan", *RUN, "--train-tokens", "1e11", "--png", str(picture)]) == 0
     text = capsys.readouterr().out
+    assert indent(text, "    ") in PAGE.read_text(), "the page shows what the command prints"
     for part in ("8 GPUs h100, engine nanotrain", "memory", "tokens/s per GPU", "GPU-hours", "bound by", "next change"):
         assert part in text
     assert picture.read_bytes()[:4] == b"\x89PNG"
