@@ -64,6 +64,12 @@ def test_a_fault_that_passes_is_not_seen(bucket: str, fault: str) -> None:
         assert (parse(bucket) / "x").read(0, 1000) == b"0123456789" * 100
 
 
+def test_an_object_that_is_shorter_than_what_is_read_is_named(bucket: str) -> None:
+    (parse(bucket) / "shrunk").write(b"0123456789")
+    with pytest.raises(StorageFault, match="shrunk cannot be read: 10 of 20 bytes arrived"):
+        (parse(bucket) / "shrunk").read(0, 20)
+
+
 @pytest.mark.parametrize(
     ("fault", "reason", "fix"),
     [("denied", "Access Denied", "credentials"), ("skewed", "time", "clock"), ("500", "planted", "try again")],
