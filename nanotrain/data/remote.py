@@ -16,7 +16,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,19 +25,19 @@ from fcntl import LOCK_EX, flock
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from nanotrain.config.config import DataConfig
 from nanotrain.data.token_format import BLOCK_BYTES
-from nanotrain.errors import EnvironmentFault
+from nanotrain.errors import EnvironmentFault, StorageFault
 from nanotrain.paths import Address
 from nanotrain.runs.files import disk_errors
+from nanotrain.storage.remote import MissingObject, parse
 
 _NUM_LOCKS = 1024
 _KEPT = 0.9  # share of the bytes that stay when chunks are removed
 _STALE_S = 3600.0  # age of a temporary file that nobody writes any more
 _REQUESTS, _REQUEST_BYTES = 8, 16 << 20  # for a whole object: at a time, and bytes of each
-_TRIES, _PAUSE_S = 4, 0.5
 _CURE = "choose another --object-storage-cache-path, or lower --object-storage-cache-gib"
 
 
@@ -152,7 +152,9 @@ class RemoteFile:
     def __init__(self, path: Address, cache: ChunkCache) -> None:
         self.path, self.cache, self._dropped = path, cache, set[int]()
         cache.make()
-        info = _request(path, lambda files, name: files.info(name), what=f"{path} cannot be opened")
+        self._remote = parse(str(path))
+        with _storage_errors():
+            info = self._remote.info()
         self.size, version = int(info["size"]), sorted((key, str(value)) for key, value in info.items())
         self.folder = cache.folder / "objects" / blake2b(f"{path} {version}".encode(), digest_size=12).hexdigest()
 
@@ -188,15 +190,8 @@ class RemoteFile:
         Raises:
             EnvironmentFault: several requests have failed.
         """
-        stop = min(stop, self.size)
-
-        def read(files: Any, name: str) -> bytes:
-            data: bytes = files.cat_file(name, start=start, end=stop)
-            if len(data) != stop - start:
-                raise OSError(f"the answer had {len(data):,} of {stop - start:,} bytes")
-            return data
-
-        return _request(self.path, read, what=f"{self.path} could not be read from byte {start:,} on")
+        with _storage_errors():
+            return self._remote.read(start, min(stop, self.size))
 
     def _chunk(self, number: int) -> bytes:
         path, start = self.folder / str(number), number * BLOCK_BYTES
@@ -214,28 +209,16 @@ class RemoteFile:
 CorpusFile = LocalFile | RemoteFile
 
 
-def _request(path: Address, request: Callable[[Any, str], Any], *, what: str) -> Any:
-    """The answer of an object storage to a request, which is tried several times.
-
-    Raises:
-        FileNotFoundError: there is no such object.
-        EnvironmentFault: every try has failed, or a package is missing.
-    """
-    import fsspec
-
-    reason, fix = "", "check --data-path, the network and the credentials, then start again: a run goes on"
-    for number in range(_TRIES):
-        time.sleep(_PAUSE_S * number)
-        try:
-            return request(*fsspec.url_to_fs(str(path)))
-        except FileNotFoundError:
-            raise
-        except (ImportError, ValueError) as error:  # of the package of a known scheme, and an unknown scheme
-            reason, fix = str(error), "install the package that fsspec names, for s3:// pip install s3fs"
-            break
-        except Exception as error:  # every provider has classes of its own
-            reason = f"{type(error).__name__}: {error}"
-    raise EnvironmentFault(what, why=reason, fix=fix)
+@contextmanager
+def _storage_errors() -> Iterator[None]:
+    """Raise what is missing as FileNotFoundError, and other faults with the flag that names the place."""
+    try:
+        yield
+    except MissingObject as error:
+        raise FileNotFoundError(error.what) from None
+    except StorageFault as error:
+        fix = f"{error.fix}; the place is that of --data-path, and a run that is started again goes on"
+        raise EnvironmentFault(error.what, why=error.why, fix=fix) from None
 
 
 def require_file(path: Path, cache: ChunkCache | None = None) -> CorpusFile:
@@ -267,9 +250,9 @@ def local_folder(folder: Path) -> Path:
     if not isinstance(folder, Address):
         return folder
     cache = ChunkCache.of(DataConfig())
-    pattern, what = folder / "*", f"{folder} cannot be listed"
-    names = _request(pattern, lambda files, name: files.glob(name), what=what)
-    objects = [RemoteFile(folder / name.rpartition("/")[2], cache) for name in sorted(names)]
+    with _storage_errors():
+        names = [name for name in parse(str(folder)).sizes() if "/" not in name]
+    objects = [RemoteFile(folder / name, cache) for name in sorted(names)]
     versions = blake2b("".join(file.folder.name for file in objects).encode(), digest_size=12).hexdigest()
     for file in objects:
         copy = cache.folder / "folders" / versions / file.path.name

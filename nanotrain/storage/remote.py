@@ -133,7 +133,8 @@ class Remote:
         """
 
         def request() -> bytes:
-            data: bytes = self._client().cat_file(self.path, start=start or None, end=stop)
+            is_whole = start == 0 and stop is None
+            data: bytes = self._client().cat_file(self.path, start=None if is_whole else start, end=stop)
             if stop is not None and len(data) != stop - start:
                 raise EOFError(f"{len(data):,} of {stop - start:,} bytes arrived")
             return data
@@ -145,6 +146,15 @@ class Remote:
         with file.open("wb") as out:
             for start in range(0, size, PART_BYTES):
                 out.write(self.read(start, min(start + PART_BYTES, size)))
+
+    def info(self) -> dict[str, Any]:
+        """What the provider tells of the object: its size in bytes, and what another version of it changes.
+
+        Raises:
+            MissingObject: there is none.
+            StorageFault: it cannot be reached.
+        """
+        return dict(self._retried("opened", lambda: self._client().info(self.path)))
 
     def sizes(self) -> dict[str, Stat]:
         """The objects below this folder, by their names from here on; empty where there is none.
@@ -158,9 +168,9 @@ class Remote:
             self._retried("listed", lambda: self._client().ls(self.path.partition("/")[0], refresh=True))
         prefix = f"{self.path}/"
         return {
-            name.removeprefix(prefix): Stat(int(entry["size"]), _changed(entry))
+            name.lstrip("/").removeprefix(prefix): Stat(int(entry["size"]), _changed(entry))
             for name, entry in found.items()
-            if name.startswith(prefix)
+            if name.lstrip("/").startswith(prefix)
         }
 
     def put(self, file: Path) -> None:

@@ -1,6 +1,7 @@
 """Token files in object storage: the same samples as from a disk, one request per chunk and host, a bounded cache."""
 
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -24,8 +25,9 @@ from nanotrain.data.remote import ChunkCache, open_file
 from nanotrain.data.sampler import SamplerConfig
 from nanotrain.data.token_format import bin_path, mask_path, sums_path
 from nanotrain.data.tokenizer import ByteTokenizer, load_tokenizer
-from nanotrain.errors import DataError, EnvironmentFault
+from nanotrain.errors import ConfigError, DataError, EnvironmentFault
 from nanotrain.paths import Address
+from nanotrain.storage import remote as storage
 from tests.data.conftest import random_documents, write_documents
 
 CHUNK = 256
@@ -69,7 +71,8 @@ READ = MemoryFileSystem.cat_file
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     for module in (checksums, remote):
         monkeypatch.setattr(module, "BLOCK_BYTES", CHUNK)
-    monkeypatch.setattr(remote, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setitem(storage.SCHEMES, "memory", storage._Provider("fsspec", {}, lambda part: {}))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of the default cache
     store = Store(tmp_path, tmp_path / "cache")
     monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *args, **range: store.read(*args, **range))
@@ -201,10 +204,10 @@ def test_requests_that_fail_or_are_cut_off_are_tried_again_then_one_error_names_
     store.reply, corpus = never, store.corpus()
     for path in chunks(store):
         path.unlink()
-    with pytest.raises(EnvironmentFault, match=r"web.bin could not be read from byte .*unavailable; .*--data-path"):
+    with pytest.raises(EnvironmentFault, match=r"web.bin cannot be read: service unavailable; .*--data-path"):
         corpus.read(0, 1500)
     store.reply = lambda data: data[1:]
-    with pytest.raises(EnvironmentFault, match="the answer had 255 of 256 bytes"):
+    with pytest.raises(EnvironmentFault, match="255 of 256 bytes arrived"):
         corpus.read(0, 1500)
 
 
@@ -256,3 +259,11 @@ def test_a_missing_object_and_the_tokenizer_beside_the_tokens(store: Store) -> N
         store.files.pipe_file(f"{store.name}.tokenizer/{file.name}", file.read_bytes())
     for _ in range(2):
         assert load_tokenizer(str(tokenizer_of(store.config()))).encode("hé") == ByteTokenizer().encode("hé")
+
+
+def test_an_unknown_scheme_and_a_missing_package_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"ftp://host/web.idx cannot be reached: known are s3://"):
+        open_file(Address("ftp://host/web.idx"))
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ConfigError, match=r"gs://b/web.idx needs gcsfs.*pip install"):
+        open_file(Address("gs://b/web.idx"))
