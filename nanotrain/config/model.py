@@ -174,6 +174,7 @@ class ModelConfig:
     add_qkv_bias: bool = option(False, "biases on the query, key and value projections only (Qwen2)")
     qk_layernorm: bool = option(False, "normalize each query and key head by a norm of the kind of the others (Qwen3)")
     qk_layernorm_across_heads: bool = option(False, "qk_layernorm: one norm over all heads together instead of one per head (OLMo 2)")
+    qk_layernorm_after_rope: bool = option(False, "qk_layernorm: normalize queries and keys after their rotation (HunYuan)")
     softmax_scale: float | None = option(None, "factor on the attention scores; unset: 1 / sqrt(channels of a head)", check=above(0))
     attn_logit_softcapping: float | None = option(None, "soft-cap attention scores by c * tanh(score / c) (Gemma 2); unset: none", check=above(0))
     softmax_type: SoftmaxType = option("vanilla", "attention sinks: vanilla (none), off-by-one (one more score of 0) or learnable (one per head, gpt-oss)")

@@ -21,7 +21,7 @@ from nanotrain.memory.recompute import Recompute
 from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext, ModelParallel, TokenCache
 from nanotrain.model.norm import build_head_norm
 from nanotrain.model.parameters import Parameters
-from nanotrain.model.rope import apply_rotary, scale_query
+from nanotrain.model.rope import Rotary, apply_rotary, scale_query
 from nanotrain.model.router_stats import StatefulModule
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
 from nanotrain.spec.shape import ModelShape
@@ -59,6 +59,7 @@ class Attention(nn.Module):
         head_norm = partial(build_head_norm, model_config, group=parallel.tp.group)
         self.query_norm = head_norm(params.submodule("query_norm"), heads=query_rows)
         self.key_norm = head_norm(params.submodule("key_norm"), heads=key_rows)
+        self.norm_is_last = model_config.qk_layernorm_after_rope
         # the core attention divides scores by the root of the head's width
         scale = model_config.softmax_scale
         self.query_factor = 1.0 if scale is None else scale * math.sqrt(shape.head_dim)
@@ -69,17 +70,25 @@ class Attention(nn.Module):
         """[B, S or S/tp, H] -> the same shape."""
         projected = column_parallel(hidden, self.projections)
         query, key, value, *gates = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)  # [B, S, N or G, D]
-        query, key = self.query_norm(query), self.key_norm(key)
+        rotary = context.rotary[int(self.has_window)] if self.has_rope else None
+        query, key = self._position(query, key, rotary=rotary)
         if self.query_factor != 1.0:
             query = query * self.query_factor
-        rotary = context.rotary[int(self.has_window)] if self.has_rope else None
-        query, key = scale_query(apply_rotary(query, rotary), rotary), apply_rotary(key, rotary)
         scores = self.scores(context, sink=self.softmax_offset, device=query.device)
         mask = context.masks[int(self.has_window)]  # torch 2.11 does not trace a bool as an index
         attended = self.core_attention(query, key=key, value=value, mask=mask, scores=scores)
         for gate in gates:  # one or none
             attended = attended * gate.sigmoid()
         return self.dropout(self.output(attended.flatten(2)), context.dropout)
+
+    def _position(self, query: Tensor, key: Tensor, *, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+        """Normalize and rotate queries and keys, in the order of the model."""
+        if not self.norm_is_last:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+        if self.norm_is_last:
+            query, key = self.query_norm(query), self.key_norm(key)
+        return scale_query(query, rotary), key
 
     def cached(self, cache: TokenCache) -> dict[str, Callable[..., Tensor]]:
         """In generation the core attention attends to all keys so far."""

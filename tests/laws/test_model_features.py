@@ -83,6 +83,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_placement": "sandwich",
         "apply_layernorm_1p": True,
         "qk_layernorm": True,
+        "qk_layernorm_after_rope": True,
         "activation": "geglu_tanh",
         "scale_embeddings": True,
         "embedding_multiplier": 0.5,

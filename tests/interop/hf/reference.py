@@ -74,6 +74,10 @@ SIGMOID_ROUTER = {
 }
 
 QUERY_SCALING = YARN | {"llama_4_scaling_beta": 0.5}
+ALPHA = {
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "dynamic", "alpha": 9.0, "factor": 1.0, "rope_theta": 10000.0},
+}
 FACTORS = {
     "attention_multiplier": 0.3,
     "embedding_multiplier": 3.0,
@@ -312,6 +316,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite": ("Granite", LLAMA_SHAPE | SMALL_TOKENS | FACTORS),
     "granitemoe": ("GraniteMoe", LLAMA_SHAPE | SMALL_TOKENS | FACTORS | {"num_local_experts": 4}),
+    "gemma": ("Gemma", LLAMA_SHAPE | SMALL_TOKENS | {"head_dim": 16}),
+    "gemma2": (
+        "Gemma2",
+        LLAMA_SHAPE | SMALL_TOKENS | {"head_dim": 16, "sliding_window": 7, "attn_logit_softcapping": 0.5},
+    ),
+    "glm": ("Glm", LLAMA_SHAPE | SMALL_TOKENS | {"head_dim": 16}),
+    "glm4": ("Glm4", LLAMA_SHAPE | SMALL_TOKENS | {"head_dim": 16}),
+    "olmoe": ("Olmoe", LLAMA_SHAPE | SMALL_TOKENS | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "exaone4": ("Exaone4", LLAMA_SHAPE | SMALL_TOKENS | {"sliding_window": 7, "sliding_window_pattern": 2}),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", LLAMA_SHAPE | SMALL_TOKENS | ALPHA),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", LLAMA_SHAPE | SMALL_TOKENS | ALPHA | {"num_experts": 4, "moe_topk": [2, 2]}),
     "exaone_moe": (
         "ExaoneMoe",
         LLAMA_SHAPE

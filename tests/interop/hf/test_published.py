@@ -44,6 +44,9 @@ def test_entries_that_are_left_out_have_the_values_of_transformers(kind: str) ->
         ({"model_type": "granitemoe", "attention_bias": True}, "attention_bias"),
         ({"model_type": "gemma4_text"}, "it would need KV sharing between layers"),
         ({"model_type": "qwen3_mo"}, "nearest names are qwen3_moe"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv"),
+        ({"model_type": "hunyuan_v1_moe", "moe_topk": [1, 2]}, "moe_topk"),
+        ({"model_type": "hunyuan_v1_dense", "rope_parameters": {"rope_type": "dynamic"}}, "rope_type"),
         ({"model_type": "cwm", "layer_types": ["chunked_attention"] * 64}, "chunked_attention"),
     ],
 )
