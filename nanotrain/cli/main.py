@@ -119,7 +119,8 @@ def topology(argv: Sequence[str]) -> int:
 
         num_ranks = parallel.pipeline_model_parallel_size
         stages_per_rank = parallel.num_virtual_stages_per_pipeline_rank
-        shape = PipelineShape(num_ranks, stages_per_rank, args.num_microbatches or 2 * num_ranks)
+        sizes = num_ranks, stages_per_rank, args.num_microbatches or 2 * num_ranks
+        shape = PipelineShape(*sizes, has_pairs=parallel.overlap_moe_expert_parallel_comm)
         print(draw_schedule(args.schedule, shape, png=args.png))
     return 0
 

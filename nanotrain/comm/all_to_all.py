@@ -87,7 +87,7 @@ def start_differentiable_all_to_all(
         return Work.completed(x)
     trip = _Trip(group, output_splits, input_splits)
     output = _Leave.apply(x, trip)
-    return trip.newest.then(lambda _: _Arrive.apply(output, trip))
+    return Work(lambda: _Arrive.apply(output, trip))
 
 
 @dataclass
@@ -109,6 +109,13 @@ class _Trip:
         self.newest = start_all_to_all(output, x.contiguous(), group=self.group, **splits)
         return output
 
+    def finish(self) -> Tensor:
+        """The output, once it is there; another computation of this rank may run until then."""
+        work = self.newest
+        del self.newest  # it would keep the rows until the backward
+        self.group.turns.hand_over()
+        return work.wait()
+
 
 class _Leave(torch.autograd.Function):
     @staticmethod
@@ -118,16 +125,14 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        work = ctx.trip.newest
-        del ctx.trip.newest
-        return work.wait(), None
+        return ctx.trip.finish(), None
 
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, trip: _Trip) -> Tensor:
         ctx.trip = trip
-        del trip.newest  # it would keep the rows until the backward
+        trip.finish()
         return output.view_as(output)
 
     @staticmethod

@@ -4,6 +4,7 @@
     cudnn_version
     synchronize
     HostTransfer    between the device and pinned host memory, beside computation
+    same_stream     the current device and stream, for another thread
     HostCopy        a few numbers for the log, read on the host later
     Stopwatch       time of a step or of one of its phases
     trace_range     a named range in traces
@@ -16,10 +17,10 @@ Most of `torch.cuda` raises on a CPU-only torch, so all callers go through these
 
 import os
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,13 @@ def set_arithmetic(config: Config, environment: MutableMapping[str, str] = os.en
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """A stream on which copies wait for collectives; a single one, because torch reuses a pool of 32 streams."""
     return torch.cuda.Stream(device)
+
+
+def same_stream() -> Callable[[], AbstractContextManager[Any]]:
+    """Make the current device and stream of this thread those of another thread, which enters the context."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return nullcontext
+    return partial(torch.cuda.stream, torch.cuda.current_stream())
 
 
 class HostCopy:

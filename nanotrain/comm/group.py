@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanotrain.comm.heartbeat import Heartbeat
+from nanotrain.comm.turns import Turns
 from nanotrain.topology.groups import UNCONNECTED, GroupName, GroupSpec
 
 
@@ -95,9 +96,12 @@ class Group:
         is_connected = process_group is not None or spec.size == 1 or bool(levels)
         assert is_connected or spec.name in UNCONNECTED, "collectives of several ranks need a process group"
         self.spec, self.process_group, self.coords_text = spec, process_group, coords_text
+        # whether gloo carries its collectives; False for a group of one rank
+        self.is_gloo = process_group is not None and dist.get_backend(process_group) == "gloo"
         self.name, self.ranks, self.index = spec.name, spec.ranks, spec.index
         self.size, self.rank, self.is_first = spec.size, spec.rank, spec.is_first
         self.traffic, self.heartbeat = traffic or TrafficCounter(), heartbeat or Heartbeat()
+        self.turns = Turns()  # of this rank: who waits for tokens of this group lets the other one run
         self.levels = tuple(levels)
         self.part_of: tuple[int, Sequence[int], str] | None = None  # see `part`
         self._message_timeout: tuple[timedelta, ...] = ()
@@ -121,11 +125,6 @@ class Group:
     def __repr__(self) -> str:
         return f"Group({self.spec})"
 
-    @property
-    def is_gloo(self) -> bool:
-        """Whether gloo carries its collectives; False for a group of one rank."""
-        return self.process_group is not None and dist.get_backend(self.process_group) == "gloo"
-
     def part(self, indices: Sequence[int], name: str) -> "Group":
         """Some ranks of this group, for all-to-alls that every rank of this group starts with a part of its own.
 
@@ -135,7 +134,7 @@ class Group:
         spec = GroupSpec(self.name, tuple(self.ranks[index] for index in indices), indices.index(self.index))
         common: Any = {"traffic": self.traffic, "coords_text": self.coords_text, "heartbeat": self.heartbeat}
         group = Group(spec, self.process_group, **common)
-        group.part_of = self.size, indices, name
+        group.part_of, group.turns = (self.size, indices, name), self.turns
         return group
 
     def all_splits(self, splits: Sequence[int]) -> list[int]:

@@ -25,6 +25,7 @@ recomputation. Parameters are not copied: the second run reads them during the b
 changes them.
 """
 
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -41,8 +42,8 @@ from nanotrain.comm.autograd import eager
 TensorFunction = Callable[..., Any]
 
 
-class Recompute:
-    """Recomputation in one stage.
+class Recompute(threading.local):
+    """Recomputation in one stage; per thread, as a forward may run in turns with the backward of another microbatch.
 
     Attributes:
         is_recomputing: True while a function runs for the second time. Side effects of a forward pass (statistics,

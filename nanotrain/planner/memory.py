@@ -159,7 +159,7 @@ def _estimated(scenario: Scenario, pp_index: int) -> dict[str, int]:
 def _peak(peaks: dict[int, StagePeak], schedule: Schedule, *, pp_index: int) -> tuple[int, int]:
     """Kept bytes and those beside them, at the moment with the most."""
     now, most = 0, (0, 0)
-    for action in schedule.actions[pp_index]:
+    for action in schedule.freeing_first(pp_index):
         stage = peaks[action.stage]
         if action.kind is ActionKind.forward:
             now += stage.kept

@@ -76,7 +76,6 @@ class Scenario:
     imbalance: float = 1.0  # tokens of the busiest expert-parallel rank, relative to an even share
     cuda_graphs: bool = False  # the host launches a layer at once
     tp_overlap: str | None = None  # instead of the engine's
-    ep_overlap: bool = False  # the dispatch of one microbatch overlaps with the products of another
     features: frozenset[str] = frozenset()  # what decides bytes and is no setting of nanotrain, such as "fused loss"
 
     @cached_property
@@ -128,7 +127,9 @@ class Scenario:
     def pipeline(self) -> PipelineShape:
         """The arguments of the pipeline schedule."""
         number = num_microbatches(self.config.train, self.sizes["dp"])
-        return PipelineShape(self.sizes["pp"], self.config.parallel.num_virtual_stages_per_pipeline_rank, number)
+        parallel = self.config.parallel
+        sizes = self.sizes["pp"], parallel.num_virtual_stages_per_pipeline_rank, number
+        return PipelineShape(*sizes, has_pairs=parallel.overlap_moe_expert_parallel_comm)
 
 
 class RankSizes:

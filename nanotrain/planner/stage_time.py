@@ -41,6 +41,30 @@ class Unit:
     is_recomputed: bool = False
 
 
+class Between(NamedTuple):
+    """The transfers of tokens of a layer, and what it computes between them."""
+
+    sent: list[float]  # dispatch and combine, forward
+    returned: list[float]  # gradients of combine and dispatch
+    forward: list[float]  # attention until the dispatch, experts until combine
+    backward: list[float]  # experts, then attention
+
+
+def _between_transfers(parts: Parts) -> Between:
+    places = [index for index, part in enumerate(parts) if part.group == "ep"]
+    if not places:  # a dense layer hides what is beside it
+        total = sum(part.forward for part in parts), sum(part.dgrad + part.wgrad for part in parts)
+        return Between([], [], [total[0]] * 2, [total[1]] * 2)
+    first, last = places
+    outside, inside = [*parts[: first + 1], *parts[last:]], parts[first + 1 : last]
+    return Between(
+        [parts[index].before for index in places],
+        [parts[index].last for index in reversed(places)],
+        [sum(part.forward for part in each) for each in (outside, inside)],
+        [sum(part.dgrad + part.wgrad for part in each) for each in (inside, outside)],
+    )
+
+
 class Stages:
     """The actions of the stages of a scenario.
 
@@ -153,11 +177,23 @@ class Stages:
                 part.run_backward(streams, dgrad=kind.has_dgrad, wgrad=kind.has_wgrad)
             self._shard(streams, unit, kind=kind)
             total.add(streams)
-        if self.scenario.ep_overlap:  # the other microbatch computes meanwhile
-            total.exposed["ep"] = max(0.0, total.exposed["ep"] - total.compute)
         if self.config.memory.cpu_offloading:
             self._offload(total, units)
         return total
+
+    def hidden_s(self, forward: StageSpec, backward: StageSpec) -> float:
+        """Seconds of dispatch and combine that a forward and a backward hide that run in turns.
+
+        Layer by layer, the first of one beside the last of the other: the experts of one compute while tokens of the
+        other are dispatched, attention while they are combined; what is left of the longer stage hides nothing.
+        """
+        ahead, back = ([unit.parts for unit in self.units(spec)] for spec in (forward, backward))
+        engine, hidden = self.scenario.engine, 0.0
+        for one, other in zip(map(_between_transfers, ahead), map(_between_transfers, reversed(back)), strict=False):
+            for transfers, computed in ((one.sent, other.backward), (other.returned, one.forward)):
+                for seconds, beside in zip(transfers, computed, strict=False):
+                    hidden += (1 - engine.contention) * min(seconds, engine.kernel_factor * beside)
+        return hidden
 
     def _selected(self, parts: Parts) -> Parts:
         modules = self.config.memory.recomputed_modules

@@ -5,9 +5,9 @@ of gradients, which begin during the last backward, and the gathers of parameter
 """
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 from nanotrain.optim.state import host_fraction
@@ -103,6 +103,7 @@ class Step(NamedTuple):
     needs: int  # place of the action of another stage whose result it takes; -1: none
     receives: bool  # whether another rank sends that
     sends: bool  # whether another rank takes its result
+    turn: int = 0  # of a pair 1 or 2, which follow each other
 
 
 class Order(NamedTuple):
@@ -170,6 +171,7 @@ class StepClock:
             spent.add(self.stages.times[action])
         exposed = defaultdict(float, {group: number * seconds for group, seconds in spent.exposed.items()})
         compute, host = number * spent.compute, number * (sum(self.durations[each] for each in actions) - spent.seconds)
+        exposed["ep"] -= number * self.hidden_s(slowest)
         exposed["pp"] = run.waits[slowest] * number / lengths[0]
         exposed["dp"] += ends[slowest].exposed
         bubble = max(0.0, total - compute - host - sum(exposed.values()))
@@ -189,7 +191,8 @@ class StepClock:
         if len(runs) == 1:
             return 0.0
         ranks = range(self.shape.num_ranks)
-        actions = (sum(self.durations[action] for action in self._actions(runs[0], rank)) for rank in ranks)
+        spent = (sum(self.durations[action] for action in self._actions(runs[0], rank)) for rank in ranks)
+        actions = [seconds - self.pair_s(rank) for rank, seconds in enumerate(spent)]
         busy = (each + waits / 2 / len(ranks) for each, waits in zip(actions, runs[0].waits, strict=True))
         return max((runs[1].duration - runs[0].duration) / len(ranks), *busy)
 
@@ -207,14 +210,44 @@ class StepClock:
         blocked = 0.0 if self.scenario.engine.p2p_overlap or shape.num_stages_per_rank > 1 else transfer
         finish, waits = [0.0] * shape.num_ranks, [0.0] * shape.num_ranks
         starts, ends = [0.0] * len(order.steps), [0.0] * len(order.steps)
-        for place, (rank, (kind, stage, _), needs, receives, sends) in enumerate(order.steps):
+        for place, (rank, (kind, stage, _), needs, receives, sends, turn) in enumerate(order.steps):
             start = finish[rank]
             if receives:
                 start = max(start, ends[needs] + transfer - blocked) + blocked
+            if turn == 1 and order.steps[place + 1].receives:  # both wait for the inputs of both
+                start = max(start, ends[order.steps[place + 1].needs] + transfer)
             starts[place], ends[place] = start, start + self.durations[stage, kind]
+            if turn == 2:  # and are complete at the end
+                ends[place] -= self._hidden(order.steps[place - 1].action.stage, stage)
+                ends[place - 1] = ends[place]
             finish[rank] = ends[place] + blocked * sends
             waits[rank] += blocked * (sends + receives)
         return Run(order, starts, ends, finish, waits)
+
+    @cached_property
+    def _hidden(self) -> Callable[[int, int], float]:
+        """Seconds that a pair of the forward of a stage and the backward of one hides."""
+        specs = {spec.index: spec for stages in self.scenario.stages for spec in stages}
+        return cache(lambda forward, backward: self.stages.hidden_s(specs[forward], specs[backward]))
+
+    def _pairs(self, rank: int, *, number: int) -> list[float]:
+        """What each pair of a rank hides, of a number of microbatches."""
+        order = order_of(self.scenario.config.parallel.pipeline_schedule, replace(self.shape, num_microbatches=number))
+        both = zip(order.steps, order.steps[1:], strict=False)
+        return [self._hidden(a.action.stage, b.action.stage) for a, b in both if a.turn == 1 and a.rank == rank]
+
+    def pair_s(self, rank: int) -> float:
+        """Seconds that the pairs of a microbatch hide on a rank where every action is in a pair."""
+        pairs = self._pairs(rank, number=simulated(self.shape)[-1]) if self.shape.has_pairs else []
+        return self.shape.num_stages_per_rank * sum(pairs) / max(1, len(pairs))
+
+    def hidden_s(self, rank: int) -> float:
+        """Seconds of a microbatch that pairs hide on a rank, the mean over the step."""
+        if not self.shape.has_pairs:
+            return 0.0
+        simulated_number, number = simulated(self.shape)[0], self.shape.num_microbatches
+        first = sum(self._pairs(rank, number=simulated_number))
+        return (first + (number - simulated_number) * self.pair_s(rank)) / number
 
     @property
     def num_nodes(self) -> float:
@@ -312,18 +345,26 @@ def order_of(name: str, shape: PipelineShape) -> Order:
     schedule, last = build_schedule(name, shape), shape.num_stages - 1
     steps: list[Step] = []
     inputs: dict[Action, int] = {}  # places of the actions of other stages whose results they take
-    following = [deque(actions) for actions in schedule.actions]
+    following = [deque(schedule.steps(rank)) for rank in range(shape.num_ranks)]
+
+    def is_ready(action: Action) -> bool:
+        kind, stage, _ = action
+        has_input = stage > 0 if kind is ActionKind.forward else kind.has_dgrad and stage < last
+        return not has_input or action in inputs
+
     while any(following):
-        for rank, actions in enumerate(following):
-            while actions:
-                kind, stage, _ = action = actions[0]
-                has_input = stage > 0 if kind is ActionKind.forward else kind.has_dgrad and stage < last
-                if has_input and action not in inputs:
+        for rank, further in enumerate(following):
+            while further:
+                actions = (further[0],) if isinstance(further[0], Action) else further[0]
+                if not all(map(is_ready, actions)):
                     break
-                if consumer := schedule.consumer_of(actions.popleft()):
-                    inputs[consumer] = len(steps)
-                needs = inputs.get(action, -1)
-                sends = consumer is not None and schedule.rank_of_stage[consumer.stage] != rank
-                steps.append(Step(rank, action, needs, needs >= 0 and steps[needs].rank != rank, sends))
+                further.popleft()
+                for turn, action in enumerate(actions, start=len(actions) - 1):
+                    needs, consumer = inputs.get(action, -1), schedule.consumer_of(action)
+                    sends = consumer is not None and schedule.rank_of_stage[consumer.stage] != rank
+                    receives = needs >= 0 and steps[needs].rank != rank
+                    if consumer is not None:
+                        inputs[consumer] = len(steps)
+                    steps.append(Step(rank, action, needs, receives, sends, turn))
     last_backwards = {step.action.stage: place for place, step in enumerate(steps) if step.action.kind.has_wgrad}
     return Order(tuple(steps), last_backwards)

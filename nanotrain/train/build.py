@@ -253,6 +253,7 @@ def build_pipeline(plan: Plan, context: ParallelContext) -> Pipeline:
         hidden_shape=plan.hidden_shape,
         dtype=Precision.of(plan.config.precision).params,
         device=context.device,
+        turns=context.group("ep").turns,
         stop_point=StopPoint(context.store, context.control, timeout_s=timeout_s),
     )
     pipeline.connect()

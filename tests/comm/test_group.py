@@ -6,6 +6,11 @@ from nanotrain.comm.group import Group, TrafficCounter, reduced_bytes
 from nanotrain.topology.groups import GroupSpec
 
 
+@pytest.fixture(autouse=True)
+def any_backend(monkeypatch):
+    monkeypatch.setattr("torch.distributed.get_backend", lambda process_group: "threads")
+
+
 def test_a_group_has_the_ranks_of_its_spec():
     spec = GroupSpec("dp", ranks=(1, 5, 9), index=2)
     group = Group(spec, process_group=object())

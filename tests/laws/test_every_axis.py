@@ -100,6 +100,7 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 GPIPE, ZB = {"pipeline_schedule": "gpipe"}, {"pipeline_schedule": "zb-h1"}
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
 ZB_V, DUAL = VPP | {"pipeline_schedule": "zb-v"}, VPP | {"pipeline_schedule": "dualpipev"}
+TURNS = {"overlap_moe_expert_parallel_comm": True}
 OUTER, AVERAGE = {"outer_dp_sharding_strategy": "optim"}, {"ddp_average_in_collective": True}
 KEPT, BLOCKS = {"reshard_after_forward": False}, {"fsdp_double_buffer": True, "fsdp_prefetch_depth": 2}
 ALL_REDUCE = {"force_all_reduce": True}
@@ -119,6 +120,7 @@ LAYOUTS = [
     Layout("gpt2", 2, "no_shard", {"cp": 2}, options=HEADS),
     Layout("experts", 2, "optim", {"ep": 2}),
     Layout("biased", 2, "optim_grads", {"ep": 2}),
+    Layout("experts", 2, "optim_grads", {"ep": 2}, options=TURNS),
     Layout("experts", 2, "optim", {"tp": 2, "etp": 2}),
     Layout("capacity", 2, "optim", {"tp": 2, "etp": 1, "ep": 2}),
     Layout("llama", 4, "no_shard", {"tp": 2}),
@@ -146,7 +148,7 @@ LAYOUTS = [
     Layout("biased", 4, "optim", {"pp": 2, "ep": 2}, options=ZB),
     Layout("experts", 4, "optim", {"pp": 2, "ep": 2}, options=VPP),
     Layout("gpt2", 4, "optim_grads", {"pp": 2, "tp": 2}, options=SP | ZB_V | OVERLAP),
-    Layout("biased", 4, "optim", {"pp": 2, "ep": 2}, options=DUAL),
+    Layout("biased", 4, "optim", {"pp": 2, "ep": 2}, microbatches=6, options=DUAL | TURNS),
     Layout("experts", 4, "optim", {"tp": 2, "cp": 2, "etp": 2, "ep": 2}, options=SP),
     Layout("llama", 8, "optim", {"tp": 2, "pp": 2}, options=SP | OVERLAP),
     Layout("untied", 8, "optim_grads", {"tp": 2, "pp": 2, "cp": 2}, options=SP),

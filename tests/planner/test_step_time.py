@@ -4,9 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from nanotrain.config.load import load
 from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule
 from nanotrain.parallel.pp.simulate import Costs, simulate
+from nanotrain.planner.hardware import gpu_of
+from nanotrain.planner.scenario import scenario_of
 from nanotrain.planner.step_time import StepClock, order_of, predict_step, simulated
 from tests.planner.scenarios import llama
 
@@ -143,3 +146,25 @@ def test_few_microbatches_extend_to_many_of_unequal_stages(name: str, number: in
     runs = [clock.run(replace(clock.shape, num_microbatches=length)) for length in lengths]
     extended = runs[0].duration + (number - lengths[0]) * clock.per_microbatch(runs)
     assert extended == pytest.approx(clock.run(clock.shape).duration, rel=0.02)
+
+
+def exposed_experts(*flags: str) -> tuple[float, float]:
+    """The share of a step of `deepseek_v3` on 2,048 GPUs in which nothing hides tokens on their way; its seconds."""
+    loaded = load(["+config=deepseek_v3", *flags], to_train=False)
+    time = predict_step(scenario_of(loaded.config, 2048, gpu=gpu_of("h100")))
+    return time.exposed.get("ep", 0.0) / time.total, time.total
+
+
+def test_turns_hide_half_of_the_transfers_of_deepseek_v3() -> None:
+    (before, plain), (after, total) = exposed_experts(), exposed_experts("--overlap-moe-expert-parallel-comm")
+    print(f"exposed expert traffic {before:.1%} of the step, in turns {after:.1%}")
+    assert after < 0.6 * before < 0.1 and total < plain
+
+
+def test_pairs_end_together_on_the_clock() -> None:
+    loaded = load(["+config=deepseek_v3", "--overlap-moe-expert-parallel-comm"], to_train=False)
+    clock = StepClock(scenario_of(loaded.config, 2048, gpu=gpu_of("h100")))
+    assert clock.pair_s(3) > clock.hidden_s(3) > 0.5 * clock.pair_s(3)  # none in warmup and cooldown
+    run = clock.run(replace(clock.shape, num_microbatches=40))
+    pairs = [place for place, step in enumerate(run.order.steps) if step.turn == 2]
+    assert pairs and all(run.ends[place] == run.ends[place - 1] for place in pairs)

@@ -51,6 +51,16 @@ class Action(NamedTuple):
         return f"{self.kind.value}{self.stage}.{self.microbatch}"
 
 
+class Pair(NamedTuple):
+    """A forward and a full backward that a rank runs in turns, of which neither needs the result of the other."""
+
+    forward: Action
+    backward: Action
+
+    def __str__(self) -> str:
+        return f"{self.forward}, {self.backward}"
+
+
 # The action of a stage and a microbatch, by kind.
 forward = partial(Action, ActionKind.forward)
 full_backward = partial(Action, ActionKind.full_backward)
@@ -65,6 +75,7 @@ class PipelineShape:
     num_ranks: int  # pipeline ranks
     num_stages_per_rank: int  # stages on each of them
     num_microbatches: int  # microbatches per step, at least 1
+    has_pairs: bool = False  # whether forwards run in turns with backwards of other microbatches
 
     @property
     def num_stages(self) -> int:
@@ -85,10 +96,22 @@ class Schedule:
     """The actions of every pipeline rank."""
 
     actions: tuple[tuple[Action, ...], ...]  # one tuple per pipeline rank
+    pairs: frozenset[Pair] = frozenset()  # of actions that follow each other on a rank
 
     def __iter__(self) -> Iterator[Action]:
         for of_rank in self.actions:
             yield from of_rank
+
+    def steps(self, pp_rank: int) -> Iterator[Action | Pair]:
+        """What a rank runs, in order."""
+        paired, actions = dict(self.pairs), iter(self.actions[pp_rank])
+        for action in actions:
+            yield Pair(action, next(actions)) if action in paired else action
+
+    def freeing_first(self, pp_rank: int) -> Iterator[Action]:
+        """The actions of a rank; of a pair the backward first, which frees a layer before the forward keeps another."""
+        for step in self.steps(pp_rank):
+            yield from (step,) if isinstance(step, Action) else step[::-1]
 
     @cached_property
     def num_stages(self) -> int:

@@ -15,7 +15,7 @@ callbacks (the data-parallel layer), which may reduce the gradients of that stag
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +26,7 @@ from nanotrain.comm.collectives import barrier
 from nanotrain.comm.group import Group
 from nanotrain.comm.send_recv import Message, start_send_recv
 from nanotrain.comm.stop_point import StopPoint
+from nanotrain.comm.turns import Turns
 from nanotrain.comm.work import Work
 from nanotrain.kernels.deferred_wgrad import Wgrad, WgradQueue, accumulate_wgrads
 from nanotrain.parallel.pp.actions import Action
@@ -74,6 +75,7 @@ class Pipeline:
     hidden_shape: tuple[int, ...]  # (B, S, H) of the hidden states between stages, as on this rank
     dtype: torch.dtype  # dtype of the hidden states and their gradients
     device: torch.device  # device of both
+    turns: Turns = field(default_factory=Turns)  # taken by the actions of a pair
     stop_point: StopPoint | None = None  # where a running step stops for a signal; None: nowhere
 
     @classmethod
@@ -145,20 +147,25 @@ class _Step:
         num_planned = self.plan.num_microbatches
         assert len(self.microbatches) == num_planned, f"the plan is for {num_planned} microbatches"
         self.total = torch.zeros((), device=self.pipeline.device)
-        heartbeat, stop_point = self.pipeline.group.heartbeat, self.pipeline.stop_point
+        stop_point = self.pipeline.stop_point
         if stop_point is not None:
             stop_point.begin_pass()
         for step in self.plan.steps:
             if isinstance(step, TransferBatch):
                 self.start_transfers(step)
-            elif self.may_begin(step):
-                heartbeat.action(step.kind.value, stage=step.stage, microbatch=step.microbatch)
-                getattr(self, step.kind.name)(step)  # the method is named as the kind
+                continue
+            actions = (step,) if isinstance(step, Action) else step
+            self.pipeline.turns.run([partial(self.begin, action) for action in actions if self.may_begin(action)])
         for work in self.sending:
             work.wait()
         if stop_point is not None:
             stop_point.end_pass(num_planned)
         return self.total
+
+    def begin(self, action: Action) -> None:
+        """Run one action."""
+        self.pipeline.group.heartbeat.action(action.kind.value, stage=action.stage, microbatch=action.microbatch)
+        getattr(self, action.kind.name)(action)  # the method is named as the kind
 
     def may_begin(self, action: Action) -> bool:
         """Whether to run an action: False if the ranks have agreed to stop before its microbatch."""

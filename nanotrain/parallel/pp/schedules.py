@@ -19,6 +19,7 @@ from nanotrain.errors import ScheduleError
 from nanotrain.parallel.pp.actions import (
     Action,
     ActionKind,
+    Pair,
     PipelineShape,
     Schedule,
     backward_input,
@@ -59,7 +60,8 @@ def one_f_one_b(shape: PipelineShape) -> Schedule:
         rank 0  F0.F1.      B0====F2.B1====F3.B2====   B3====
         rank 1     F0.B0====F1.B1====F2.B2====F3.B3====
 
-    The bubble of GPipe, but rank r keeps the activations of at most `num_ranks - r` microbatches.
+    The bubble of GPipe, but rank r keeps the activations of at most `num_ranks - r` microbatches; with pairs twice as
+    many, as every result takes the time of two actions.
 
     Raises:
         ScheduleError: several stages per rank.
@@ -69,6 +71,8 @@ def one_f_one_b(shape: PipelineShape) -> Schedule:
     ['F0.0', 'F0.1', 'B0.0', 'F0.2', 'B0.1', 'B0.2']
     """
     _require_one_stage_per_rank("1f1b", shape)
+    if shape.has_pairs:
+        return _alternate(shape, warmups=(num_warmup(shape, rank) for rank in range(shape.num_ranks)))
     return _alternate(shape, warmups=reversed(range(shape.num_ranks)))
 
 
@@ -160,7 +164,9 @@ def num_warmup(shape: PipelineShape, rank: int) -> int:
     >>> [num_warmup(PipelineShape(4, 2, 8), rank) for rank in range(4)]
     [10, 8, 6, 4]
     """
-    return 2 * (shape.num_ranks - rank - 1) + (shape.num_stages_per_rank - 1) * len(split_rounds(shape)[0])
+    # One more with pairs, whose backward is of an earlier microbatch than their forward on the last stage too.
+    interleaves = (shape.num_stages_per_rank - 1) * len(split_rounds(shape)[0])
+    return 2 * (shape.num_ranks - rank - 1) + interleaves + shape.has_pairs
 
 
 def split_rounds(shape: PipelineShape) -> list[range]:
@@ -200,12 +206,14 @@ def backwards_of(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
 def _alternate(shape: PipelineShape, *, warmups: Iterable[int]) -> Schedule:
     """On each rank `warmup` forwards, then pairs of a forward and a backward, then the remaining backwards."""
     actions: list[tuple[Action, ...]] = []
+    all_pairs: list[Pair] = []
     for rank, warmup in enumerate(warmups):
         forwards, backwards = forwards_of(shape, rank), backwards_of(shape, rank)
-        pairs = zip(forwards[warmup:], backwards, strict=False)
+        pairs = [Pair(*both) for both in zip(forwards[warmup:], backwards, strict=False)]
+        all_pairs += pairs if shape.has_pairs else []
         steady = [action for pair in pairs for action in pair]
         actions.append((*forwards[:warmup], *steady, *backwards[max(0, len(forwards) - warmup) :]))
-    return Schedule(tuple(actions))
+    return Schedule(tuple(actions), frozenset(all_pairs))
 
 
 def _require_one_stage_per_rank(name: str, shape: PipelineShape) -> None:

@@ -3,12 +3,12 @@
 Every rank runs its actions in order, each as soon as its dependencies are complete:
 
     F   after F of the previous stage           B, I   after B or I of the next stage, and F of its own
-    W   after I of its own stage
+    W   after I of its own stage            a pair after the dependencies of both; both results are complete at its end
 
 A deadlock and a missing or repeated action are errors here; at run time they would be a hang or a wrong gradient.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate, product
@@ -37,6 +37,7 @@ class Span(NamedTuple):
     action: Action
     start: float
     end: float
+    complete: float  # when its result can be sent: at the end, or at that of its pair
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ def simulate(schedule: Schedule, *, costs: Costs = UNIT_COSTS) -> Timeline:
     _check_ranks(schedule)
     _check_complete(schedule)
     spans: list[list[Span]] = [[] for _ in schedule.actions]
+    steps = [deque(schedule.steps(rank)) for rank in range(len(schedule.actions))]
     ends: dict[Action, float] = {}
     ranks = schedule.rank_of_stage
     cost_of = {
@@ -103,15 +105,20 @@ def simulate(schedule: Schedule, *, costs: Costs = UNIT_COSTS) -> Timeline:
     progressed = True
     while progressed:
         progressed = False
-        for rank, actions in enumerate(schedule.actions):
+        for rank, following in enumerate(steps):
             done = spans[rank]
-            while len(done) < len(actions):
-                action = actions[len(done)]
-                if (ready := ready_at(action, rank)) is None:
+            while following:
+                actions = (following[0],) if isinstance(following[0], Action) else following[0]
+                ready = [ready_at(action, rank) for action in actions]
+                if None in ready:
                     break
-                start = max(ready, done[-1].end if done else 0)
-                ends[action] = start + cost_of[action.kind]
-                done.append(Span(action, start, ends[action]))
+                start = max([done[-1].end if done else 0.0, *filter(None, ready)])
+                complete = start + sum(cost_of[action.kind] for action in actions)
+                for action in actions:
+                    end = start + cost_of[action.kind]
+                    done.append(Span(action, start, end, complete))
+                    ends[action], start = complete, end
+                following.popleft()
                 progressed = True
     _check_finished(schedule, spans)
     return Timeline(tuple(map(tuple, spans)))

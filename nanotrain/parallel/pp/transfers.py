@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from nanotrain.parallel.pp.actions import Action, ActionKind, Schedule
+from nanotrain.parallel.pp.actions import Action, ActionKind, Pair, Schedule
 from nanotrain.parallel.pp.simulate import Timeline, simulate
 
 
@@ -37,7 +37,7 @@ class Transfer:
 class TransferBatch:
     """Transfers that a rank starts together."""
 
-    sends: tuple[Transfer, ...]  # at most one, the result of the previous action
+    sends: tuple[Transfer, ...]  # the result of the previous action, or the two of a pair
     receives: tuple[Transfer, ...]  # results that other ranks complete at the same time on the simulated clock
 
 
@@ -45,7 +45,7 @@ class TransferBatch:
 class RankPlan:
     """One rank's part of a schedule."""
 
-    steps: tuple[Action | TransferBatch, ...]  # actions and transfers, in order
+    steps: tuple[Action | Pair | TransferBatch, ...]  # actions and transfers, in order
     # for each action of the rank whose result another stage takes, the action that takes it
     consumers: Mapping[Action, Action]
     last_backwards: frozenset[Action]  # for each stage the action that completes its weight gradients
@@ -53,9 +53,18 @@ class RankPlan:
     num_microbatches: int  # microbatches of the step
 
     @property
+    def actions(self) -> Iterator[Action]:
+        """The actions of the rank, in order."""
+        for step in self.steps:
+            if isinstance(step, Action):
+                yield step
+            elif isinstance(step, Pair):
+                yield from step
+
+    @property
     def defers_wgrad(self) -> bool:
         """Whether there are W actions, so that linear layers have to defer their weight gradients."""
-        return any(isinstance(step, Action) and step.kind is ActionKind.backward_weight for step in self.steps)
+        return any(action.kind is ActionKind.backward_weight for action in self.actions)
 
 
 def plan_rank(schedule: Schedule, pp_rank: int) -> RankPlan:
@@ -84,14 +93,15 @@ def plan_rank(schedule: Schedule, pp_rank: int) -> RankPlan:
     )
 
 
-def _steps(schedule: Schedule, timeline: Timeline, *, pp_rank: int) -> Iterator[Action | TransferBatch]:
+def _steps(schedule: Schedule, timeline: Timeline, *, pp_rank: int) -> Iterator[Action | Pair | TransferBatch]:
     """Each action, after the transfers that are due before it ends."""
     batches = _transfers(schedule, timeline, pp_rank=pp_rank)
     due = sorted(batches, reverse=True)
-    for span in timeline.spans[pp_rank]:
-        while due and due[-1] < span.end:
+    complete = {span.action: span.complete for span in timeline.spans[pp_rank]}
+    for step in schedule.steps(pp_rank):
+        while due and due[-1] < complete[step if isinstance(step, Action) else step.forward]:
             yield batches[due.pop()]
-        yield span.action
+        yield step
     yield from (batches[time] for time in reversed(due))
 
 
@@ -106,7 +116,7 @@ def _transfers(schedule: Schedule, timeline: Timeline, *, pp_rank: int) -> dict[
                 continue
             target = schedule.rank_of_stage[to.stage]
             if source == pp_rank != target:
-                sends[span.end].append(Transfer(to, target))
+                sends[span.complete].append(Transfer(to, target))
             elif target == pp_rank != source:
-                receives[span.end].append(Transfer(to, source))
+                receives[span.complete].append(Transfer(to, source))
     return {time: TransferBatch(tuple(sends[time]), tuple(receives[time])) for time in {*sends, *receives}}

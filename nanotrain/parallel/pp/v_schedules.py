@@ -13,9 +13,10 @@ microbatch n; W is the oldest that an I has left. With few microbatches the orde
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from nanotrain.errors import ScheduleError
-from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape, Schedule, backward_weight
+from nanotrain.parallel.pp.actions import Action, ActionKind, Pair, PipelineShape, Schedule, backward_weight
 
 Phase = tuple[str, int]  # actions by kind and stage, as "Fa Ib W", and how often they run
 
@@ -95,8 +96,16 @@ def _v_schedule(name: str, shape: PipelineShape, *, phases: Sequence[Sequence[Ph
             fix="set --num-virtual-stages-per-pipeline-rank 2 or another --pipeline-schedule",
         )
     ends = ((rank, shape.num_stages - 1 - rank) for rank in range(shape.num_ranks))
-    ranks = (_numbered(of_rank, stages) for of_rank, stages in zip(phases, ends, strict=True))
-    return Schedule(tuple(tuple(a for a in actions if a.microbatch < shape.num_microbatches) for actions in ranks))
+    ranks = [tuple(_numbered(of_rank, stages)) for of_rank, stages in zip(phases, ends, strict=True)]
+    kept = tuple(tuple(a for a in actions if a.microbatch < shape.num_microbatches) for actions in ranks)
+    has_pairs = shape.has_pairs and kept == tuple(ranks)  # without some microbatches pairs would wait for each other
+    return Schedule(kept, frozenset(pair for actions in kept for pair in _pairs(actions)) if has_pairs else frozenset())
+
+
+def _pairs(actions: Sequence[Action]) -> Iterator[Pair]:
+    """Forwards, each with the full backward that follows it."""
+    kinds = (ActionKind.forward, ActionKind.full_backward)
+    yield from (Pair(*both) for both in pairwise(actions) if tuple(action.kind for action in both) == kinds)
 
 
 def _numbered(phases: Sequence[Phase], stages: tuple[int, int]) -> Iterator[Action]:

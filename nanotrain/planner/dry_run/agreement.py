@@ -18,7 +18,7 @@ from itertools import zip_longest
 
 from nanotrain.comm.recorder import Call
 from nanotrain.config.config import Config
-from nanotrain.parallel.pp.actions import Action
+from nanotrain.parallel.pp.actions import Action, Pair
 from nanotrain.parallel.pp.transfers import RankPlan
 from nanotrain.planner.dry_run.rank import RankRecord
 from nanotrain.spec.shape import ModelShape
@@ -90,7 +90,8 @@ def full_calls(record: RankRecord, full: RankPlan) -> Iterator[Call]:
     yield from step[:first]
     number, total = few.num_microbatches, full.num_microbatches
     for planned in full.steps:
-        if isinstance(planned, Action):
+        if isinstance(planned, Action | Pair):
+            assert isinstance(planned, Action), "the dry run has no pairs"
             index, to_end = planned.microbatch, total - planned.microbatch
             near = index if index < number // 2 else number - to_end if to_end <= number - number // 2 else number // 2
             yield from by_action[planned._replace(microbatch=near)]

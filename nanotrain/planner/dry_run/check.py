@@ -101,7 +101,8 @@ def dry_run(config: Config, world_size: int, *, rank: int | None = None) -> DryR
         rank: the only rank to run; None for those of all classes.
     """
     topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
-    classes, schedule = RankClasses(config, topology), train_schedule(config, world_size)
+    one_by_one = with_values(config, {"parallel.overlap_moe_expert_parallel_comm": False})
+    classes, schedule = RankClasses(config, topology), train_schedule(one_by_one, world_size)
     firsts, others = classes.run_ranks if rank is None else ([rank], [])
     records: dict[int, RankRecord] = {}
     shapes: dict[object, object] = {}
@@ -140,6 +141,7 @@ def _few(config: Config, topology: Topology, *, fewest: bool = False) -> Config:
     elif config.parallel.pipeline_schedule == "gpipe":  # all are kept at once
         few = FEWEST if fewest else number
     values = {
+        "parallel.overlap_moe_expert_parallel_comm": False,  # the actions of a pair after each other
         "train.torch_compile": False,
         "train.profile": False,
         "train.eval_interval": 0,

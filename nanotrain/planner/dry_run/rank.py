@@ -38,7 +38,7 @@ class RankRecord:
     @cached_property
     def actions(self) -> list[Action]:
         """The actions of the second step."""
-        return [step for step in self.plan.train_schedule.steps if isinstance(step, Action)]
+        return [*self.plan.train_schedule.actions]
 
     @cached_property
     def planned(self) -> tuple[int, int]:

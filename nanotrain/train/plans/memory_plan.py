@@ -168,7 +168,10 @@ def train_schedule(config: Config, world_size: int) -> Schedule:
     """The pipeline schedule of a training step, of all pipeline ranks."""
     parallel, dp_size = config.parallel, config.parallel.data_parallel_size(world_size)
     sizes = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
-    return built_schedule(parallel.pipeline_schedule, PipelineShape(*sizes, num_microbatches(config.train, dp_size)))
+    shape = PipelineShape(
+        *sizes, num_microbatches(config.train, dp_size), has_pairs=parallel.overlap_moe_expert_parallel_comm
+    )
+    return built_schedule(parallel.pipeline_schedule, shape)
 
 
 def require_memory(config: Config, world_size: int, *, device: str, available: int | None) -> MemoryPlan:
@@ -236,7 +239,7 @@ def peak_of(plan: Plan, kept: Activations, *, schedule: Schedule) -> Peak:
     with_head = {stage.spec.index for stage in plan.stages if stage.spec.has_head}
     now, count, block, loss = 0, 0, kept.block_working(), kept.loss_working()
     moments = [Peak(0, 0, kept.loss_working(is_training=False) if with_head and plan.config.evaluates else 0)]
-    for action in schedule.actions[plan.groups["pp"].index]:
+    for action in schedule.freeing_first(plan.groups["pp"].index):
         stage, is_forward = bytes_of[action.stage], action.kind is ActionKind.forward
         changes = {
             ActionKind.forward: stage.kept,

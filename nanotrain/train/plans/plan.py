@@ -258,7 +258,9 @@ def _readers(data: DataConfig, groups: Mapping[GroupName, GroupSpec], *, end_ran
 
 def pipeline_shape(config: Config, groups: Mapping[GroupName, GroupSpec], *, num_microbatches: int) -> PipelineShape:
     """The pipeline of this rank for a number of microbatches."""
-    return PipelineShape(groups["pp"].size, config.parallel.num_virtual_stages_per_pipeline_rank, num_microbatches)
+    parallel = config.parallel
+    sizes = groups["pp"].size, parallel.num_virtual_stages_per_pipeline_rank, num_microbatches
+    return PipelineShape(*sizes, has_pairs=parallel.overlap_moe_expert_parallel_comm)
 
 
 def plan_train_schedule(config: Config, groups: Mapping[GroupName, GroupSpec], *, num_microbatches: int) -> RankPlan:

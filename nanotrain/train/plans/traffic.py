@@ -25,7 +25,7 @@ from nanotrain.optim.matrix_update import WholeMatrices, grid_groups, plan_matri
 from nanotrain.parallel.dp.fp8_weights import scales_shape
 from nanotrain.parallel.dp.layout import BufferLayout
 from nanotrain.parallel.dp.units import GatherOrder
-from nanotrain.parallel.pp.actions import Action, ActionKind
+from nanotrain.parallel.pp.actions import ActionKind
 from nanotrain.parallel.pp.transfers import TransferBatch
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES
@@ -272,7 +272,7 @@ EXPERT_BYTES: dict[tuple[GroupName, str], Callable[[int, int, int], int]] = {
 
 def bucket_gathers(plan: Plan, stage: StagePlan, *, layout: BufferLayout) -> list[int]:
     """All-gathers per step of every bucket of one buffer of a stage."""
-    options, steps = plan.data_parallel, plan.train_schedule.steps
+    options = plan.data_parallel
     if not options.strategy.shard_params:
         return [1] * len(layout.buckets)
     first, groups = int(stage.spec.has_embedding), []
@@ -281,7 +281,7 @@ def bucket_gathers(plan: Plan, stage: StagePlan, *, layout: BufferLayout) -> lis
     units = stage_units(stage, layout)
     lookups = range(bool(first and units[0]))  # the embedding, where it is in this buffer
     counts = step_gathers(
-        (step.kind for step in steps if isinstance(step, Action) and step.stage == stage.spec.index),
+        (action.kind for action in plan.train_schedule.actions if action.stage == stage.spec.index),
         units,
         order=GatherOrder.of(filter(None, units), layout, options=options, lookups=lookups),
         groups=[range(group.start + first, group.stop + first) for group in groups],

@@ -15,6 +15,7 @@ TP2 = {"tensor_model_parallel_size": 2}
 DELTA = {"linear_attention_type": "gated_delta_net", "linear_num_key_heads": 1}
 CP2 = {"context_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+TURNS = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2, "num_experts": 8}
 V = {"pipeline_schedule": "zb-v", "num_virtual_stages_per_pipeline_rank": 2}
 EP2 = {"expert_model_parallel_size": 2}
 EXPERTS = {"num_experts": 8}
@@ -58,6 +59,11 @@ def test_what_divides_breaks_no_rule(keys):
         (
             {"pipeline_model_parallel_size": 3, LAYOUT: "Et*4|m|L", "mtp_num_layers": 1},
             "leaves pipeline rank 1 without layers",
+        ),
+        (PP2 | V | TURNS, "has no full backward of another microbatch"),
+        (
+            TURNS | {"data_parallel_sharding_strategy": "optim_grads_params"},
+            "gather and free the parameters of each other",
         ),
         (PP2 | V | {FIRST: 2}, "--decoder-last-pipeline-num-layers with --pipeline-schedule zb-v"),
         (PP2 | {"num_layers": 5, LOSS: True, EMBEDDING: True}, "7 layers cannot be split evenly over pp=2"),

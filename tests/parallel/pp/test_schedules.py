@@ -1,6 +1,6 @@
 """Properties of every schedule, for any number of stages and microbatches (L6); the order of interleaved 1F1B."""
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -222,7 +222,8 @@ def test_splitting_backwards_never_costs_time(p: int, m: int) -> None:
 @given(named_shapes())
 def test_validation_runs_every_microbatch_forward_only(named) -> None:
     name, shape = named
-    (p, v, m), schedule = astuple(shape), forward_only(SCHEDULES[name](shape))
+    p, v, m = shape.num_ranks, shape.num_stages_per_rank, shape.num_microbatches
+    schedule = forward_only(SCHEDULES[name](shape))
 
     assert len(set(schedule)) == len(list(schedule)) == p * v * m
     assert all(action.kind is ActionKind.forward for action in schedule)
@@ -266,3 +267,44 @@ def test_a_new_schedule_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = PipelineShape(2, 1, 3)
     assert plan_rank(build_schedule("one-at-a-time", shape), 1).num_microbatches == 3
     assert "in flight  1 1" in draw_schedule("one-at-a-time", shape)
+
+
+@st.composite
+def paired_shapes(draw: st.DrawFn) -> tuple[str, PipelineShape]:
+    name = draw(st.sampled_from(["1f1b", "interleaved", "dualpipev"]))
+    num_ranks = draw(st.integers(1 if name == "1f1b" else 2, 6))
+    per_rank = draw(st.integers(2, 3)) if name == "interleaved" else PER_RANK.get(name, 1)
+    return name, PipelineShape(num_ranks, per_rank, draw(st.integers(1, 20)), has_pairs=True)
+
+
+@given(paired_shapes())
+def test_pairs_play_through_and_cost_little_time(named) -> None:
+    name, shape = named
+    schedule = build_schedule(name, shape)
+    timeline, plain = simulate(schedule), simulate(build_schedule(name, replace(shape, has_pairs=False)))
+
+    assert timeline.duration <= plain.duration + 3 * shape.num_ranks
+    assert (
+        len(set(schedule)) == len(list(schedule)) == 2 * shape.num_stages * shape.num_microbatches
+        or name == "dualpipev"
+    )
+    for pair in schedule.pairs:
+        assert pair.forward.microbatch != pair.backward.microbatch
+    warmups = [num_warmup(shape, rank) for rank in range(shape.num_ranks)]
+    in_pairs = [sum(action in pair for pair in schedule.pairs for action in actions) for actions in schedule.actions]
+    per_rank = shape.num_stages_per_rank * shape.num_microbatches
+    if name != "dualpipev":
+        assert in_pairs == [2 * max(0, per_rank - warmup) for warmup in warmups]
+    for rank in range(shape.num_ranks):
+        plan = plan_rank(schedule, rank)
+        assert list(plan.actions) == list(schedule.actions[rank])
+        freed = list(schedule.freeing_first(rank))
+        assert sorted(freed) == sorted(plan.actions) and (freed != list(plan.actions)) == (in_pairs[rank] > 0)
+
+
+def test_results_of_a_pair_are_sent_at_its_end() -> None:
+    shape = PipelineShape(2, 1, 4, has_pairs=True)
+    (spans, _) = simulate(build_schedule("1f1b", shape)).spans
+    first, second = spans[3], spans[4]
+    assert [str(first.action), str(second.action)] == ["F0.3", "B0.0"]
+    assert first.complete == second.complete == second.end > first.end

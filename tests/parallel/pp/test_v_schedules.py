@@ -1,5 +1,6 @@
 """Schedules in a V: their bubble, and the orders of torch's classes."""
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
 
 from nanotrain.errors import ScheduleError
-from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape, Schedule
+from nanotrain.parallel.pp.actions import Action, ActionKind, Pair, PipelineShape, Schedule, forward, full_backward
 from nanotrain.parallel.pp.schedules import SCHEDULES
 from nanotrain.parallel.pp.simulate import simulate
 from tests.parallel.pp.test_schedules import PER_RANK, bubble
@@ -42,6 +43,18 @@ def of_torch(planner: Any, shape: PipelineShape) -> Schedule:
     )
 
 
+def pairs_of_torch(shape: PipelineShape) -> set[Pair]:
+    """The pairs of torch's DualPipeV."""
+    planner: Any = ScheduleDualPipeV.__new__(ScheduleDualPipeV)
+    planner.pp_group_size, planner._n_microbatches = shape.num_ranks, shape.num_microbatches
+    steps = (step for rank in range(shape.num_ranks) for step in planner._calculate_single_rank_operations(rank))
+    subs = (step.sub_actions for step in steps if step is not None and step.sub_actions)
+    return {
+        Pair(forward(f.stage_index, f.microbatch_index), full_backward(b.stage_index, b.microbatch_index))
+        for f, b in subs
+    }
+
+
 @given(p=st.integers(1, 6), m=st.integers(1, 16))
 def test_v_schedules_are_those_of_torch(p: int, m: int) -> None:
     shape = PipelineShape(p, 2, m)
@@ -52,6 +65,9 @@ def test_v_schedules_are_those_of_torch(p: int, m: int) -> None:
         assert [a for a in mine if not a.kind.has_wgrad] == [a for a in other if not a.kind.has_wgrad]
     if m >= 2 * p:  # with fewer theirs raises
         assert SCHEDULES["dualpipev"](shape) == of_torch(ScheduleDualPipeV, shape)
+        pairs = SCHEDULES["dualpipev"](replace(shape, has_pairs=True)).pairs
+        theirs = pairs_of_torch(shape)
+        assert pairs >= theirs and len(pairs - theirs) <= 1  # one on the last rank
 
 
 @pytest.mark.parametrize("name", PER_RANK)
