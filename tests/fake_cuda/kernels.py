@@ -163,6 +163,17 @@ def _sdpa_flash(given: SimpleNamespace) -> tuple[Any, ...]:
     return *_sdpa(given), None, None, q.shape[2], given.key.shape[2], *random, _empty(q, q.dtype, 0)
 
 
+def _sdpa_cudnn(given: SimpleNamespace) -> tuple[Any, ...]:
+    """The log-sum-exp is [B, N, S, 1]."""
+    out, lse, *others = _sdpa_flash(given)
+    return out, lse[..., None], *others
+
+
+def _sdpa_cudnn_backward(given: SimpleNamespace) -> tuple[Tensor, ...]:
+    given.logsumexp = given.logsumexp.squeeze(-1)
+    return _sdpa_backward(given)
+
+
 def _sdpa_efficient(given: SimpleNamespace) -> tuple[Any, ...]:
     return *_sdpa(given), _empty(given.query, torch.int64), _empty(given.query, torch.int64)
 
@@ -210,6 +221,8 @@ SPECIAL: dict[str, Callable[[SimpleNamespace], Any]] = {
     "_fused_rms_norm_backward": _rms_norm_backward,
     "_scaled_dot_product_flash_attention": _sdpa_flash,
     "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
+    "_scaled_dot_product_cudnn_attention": _sdpa_cudnn,
+    "_scaled_dot_product_cudnn_attention_backward": _sdpa_cudnn_backward,
     "_scaled_dot_product_efficient_attention": _sdpa_efficient,
     "_scaled_dot_product_efficient_attention_backward": _sdpa_efficient_backward,
     "_efficient_attention_forward": _efficient,
