@@ -1,14 +1,21 @@
 """The train step: what it returns, and the sums over further axes."""
 
 import math
+import re
+import sys
+from pathlib import Path
+from types import FrameType
 
 import torch
 
+import nanotrain
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.train.step import finalize_grads, global_loss, train_step
 from tests.harness import SHORT_NAMES, ranks, run_ranks
 from tests.laws.worlds import Case, build_here
 from tests.train.small_run import small_run
+
+PACKAGE = Path(nanotrain.__file__).parent
 
 
 def step_here(ctx: ParallelContext, case: Case):
@@ -34,6 +41,29 @@ def test_all_ranks_return_one_result_and_count_the_same_samples():
     assert all(changed for _, _, changed in outcomes), "every parameter is trained"
     assert state["step"] == 1 and state["consumed_samples"] == 12 and 0 < state["consumed_tokens"] < 12 * 24
     assert math.isfinite(loss) and grad_norm > 0 and not skipped
+
+
+def test_the_page_of_one_step_lists_the_files_that_a_step_enters(tmp_path):
+    flags = ("+config=tiny", "--overlap-grad-reduce", "--overlap-param-gather")
+    files: set[str] = set()
+
+    def record(frame: FrameType, event: str, _: object) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(str(PACKAGE)):
+            files.add(Path(name).relative_to(PACKAGE).as_posix())
+
+    with small_run(tmp_path, *flags) as run:
+        train_step(run, run.batch_iterator.next())
+        batch = run.batch_iterator.next()
+        sys.setprofile(record)
+        try:
+            train_step(run, batch)
+        finally:
+            sys.setprofile(None)
+    text = (PACKAGE.parent / "docs/one_step.md").read_text().partition("enters ")[2].partition("**Saving")[0]
+    groups = [group.strip().rpartition(": ") for group in re.split("[;\n]", text.partition("\n")[2])]
+    names = {folder + name for folder, _, listed in groups for name in listed.split(", ") if name}
+    assert names == files and len(files) == int(text.split()[0]) <= 35
 
 
 def test_auxiliary_losses_are_means_over_the_sequences_of_the_global_batch(tmp_path):
