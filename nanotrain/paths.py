@@ -10,8 +10,8 @@ import re
 from pathlib import Path, PosixPath
 
 from nanotrain.errors import ConfigError
+from nanotrain.storage.remote import is_address, redacted
 
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASS|PWD.|_PWD|CREDENTIAL|AUTH|PRIVATE|COOKIE|WEBHOOK|NOTIFY", re.IGNORECASE)
 
@@ -42,9 +42,9 @@ def expanded(text: str, *, may_be_address: bool = False) -> str:
     Raises:
         ConfigError: an address of a remote file, a variable that is not set or looks like a secret, an unknown user.
     """
-    if (address := _ADDRESS.match(text)) and not may_be_address:
-        why = f"files are read and written by their path on this machine, and {address[1]}:// is none"
-        raise ConfigError(f"{text} is no path", why=why, fix="mount it and name the folder, or copy it first")
+    if is_address(text) and not may_be_address:
+        why = f"files are read and written by their path on this machine, and {text.partition(':')[0]}:// is none"
+        raise ConfigError(f"{redacted(text)} is no path", why=why, fix="mount it and name the folder, or copy it first")
     for variable in _VARIABLE.findall(text):
         name = variable.strip("{}")
         if is_secret(name):
@@ -67,4 +67,4 @@ def local_path(text: str) -> Path:
 
 def path_or_address(text: str) -> Path:
     """The path of a text as `expanded`, or the address in object storage that it is; blanks are not part of one."""
-    return Address(text) if _ADDRESS.match(text) and " " not in text else local_path(text)
+    return Address(text) if is_address(text) and " " not in text else local_path(text)

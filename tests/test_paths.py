@@ -51,6 +51,12 @@ def test_home_and_variables_are_replaced(tmp_path: Path) -> None:
     assert config.checkpoint.load == "b/l" and config.train.tensorboard_dir == "b"
 
 
+def test_the_password_of_an_address_is_not_shown() -> None:
+    with pytest.raises(ConfigError, match="s3://bucket/x is no path") as caught:
+        expanded("s3://me:hidden@bucket/x")
+    assert "hidden" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

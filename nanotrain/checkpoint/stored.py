@@ -99,7 +99,8 @@ def steps_of(found: Mapping[str, Stat]) -> dict[str, list[Generation]]:
 def mirror(remote: Remote, folder: Path) -> None:
     """Bring the small files below an address into a local folder, and its checkpoints without their shards.
 
-    Of two versions of a file the newer one stays. Checkpoints of the folder that were deleted in object storage go.
+    Of two versions of a file the newer one stays. Checkpoints that were deleted or set aside in object storage go,
+    unless the folder has all shards of a deleted one.
 
     Raises:
         StorageFault: it cannot be reached.
@@ -120,7 +121,12 @@ def mirror(remote: Remote, folder: Path) -> None:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 (remote / name).download(file, stat.size)
     for step in [*folder.glob("step-*[0-9]"), *folder.glob("checkpoints/step-*[0-9]")]:
-        if "." not in step.name and str(step.relative_to(folder)) not in current and stored_at(step):
+        local, stored = str(step.relative_to(folder)), stored_at(step)
+        if "." in step.name or local in current or stored is None:
+            continue
+        if local not in saves and all((step / name).exists() for name in stored.sizes):
+            (step / MARKER).unlink()  # deleted there by another hand: this copy may be the last one
+        else:
             shutil.rmtree(step, ignore_errors=True)
     for local, save in current.items():
         _mirror_step(folder / local, remote / save.folder, objects=save.objects)

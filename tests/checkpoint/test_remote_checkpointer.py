@@ -3,10 +3,10 @@
 import os
 import random
 import re
-import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -248,29 +248,27 @@ def fail_to_save(ctx: ParallelContext, run: Remote, folder: Path) -> str:
 
 
 def test_a_kill_at_any_request_of_a_save_leaves_the_last_committed_checkpoint(run: Remote, tmp_path: Path) -> None:
-    OneRank(run, tmp_path / "first").save(1)
-    steps, number = set[int | None](), 0
-    while True:
-        machine = tmp_path / f"{number}"
-        one, calls = OneRank(run, machine), iter(range(10**6))
-        killed = False
+    steps, number, ended = set[int | None](), 0, False
+    while not ended:
+        place, calls = run / f"{number}", iter(range(10**6))
+        one = OneRank(place, tmp_path / "one", keep_last=1)
+        one.save(1)
 
         def kill(request: s3_server.Request, calls: Iterator[int] = calls, number: int = number) -> str | None:
             return "denied" if next(calls) >= number else None
 
-        with s3_server.server().faults(kill):
-            try:
-                one.save(2, 3)
-            except StorageFault:
-                killed = True
-        shutil.rmtree(machine)  # the machine is gone too
-        step = OneRank(run, machine).restored()
-        assert step in (1, 2, 3) and not (step == 1 and not killed)
+        with s3_server.server().faults(kill), suppress(StorageFault):
+            one.save(2)
+        ended = next(calls) <= number
+        step = OneRank(place, tmp_path / "two").restored()
+        assert step in (1, 2), "the last committed checkpoint, on another machine"
+        same = OneRank(place, tmp_path / "one")
+        assert same.restored() == 2, "on the same machine the newest of both"
+        same.save(3)
+        assert OneRank(place, tmp_path / "three").restored() == 3
         steps.add(step)
-        if not killed and next(calls) < number:
-            break
         number += 1
-    assert steps == {1, 2, 3}
+    assert steps == {1, 2} and number == 7
 
 
 def test_random_faults_in_saves_lose_nothing_and_are_named(run: Remote, tmp_path: Path) -> None:

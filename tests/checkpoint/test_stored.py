@@ -80,6 +80,16 @@ def test_a_folder_gets_small_files_and_committed_steps_without_shards(run: Remot
     assert (tmp_path / "config.yaml").read_text() == "newer, not uploaded"
 
 
+def test_a_local_copy_of_what_was_deleted_there_stays(run: Remote, tmp_path: Path) -> None:
+    step, shard = "checkpoints/step-00000001", "shard-00000-of-00001.safetensors"
+    write(run, f"{step}/{shard}", f"{step}/manifest.json")
+    mirror(run, tmp_path)
+    (tmp_path / step / shard).write_bytes(b"x")
+    run.delete([f"{step}/{shard}", f"{step}/manifest.json"])
+    mirror(run, tmp_path)
+    assert files(tmp_path) == [f"{step}/manifest.json", f"{step}/{shard}"]
+
+
 def test_names_that_lead_out_of_the_folder_are_left_out(
     run: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,13 +30,6 @@ def stored(run: str, machine: Path, *more: str) -> list[str]:
     return [*arguments(machine.parent / "unused", *more), f"train.run_dir={run}", f"checkpoint.staging_dir={machine}"]
 
 
-def test_a_run_that_is_resumed_on_another_machine_equals_one_on_a_disk(bucket: str, tmp_path: Path) -> None:
-    full, run = tmp_path / "full", f"{bucket}/a/run"
-    lines = [stored(run, tmp_path / name, SIX, "--exit-interval 3") for name in ("one", "two")]
-    run_ranks(2, run_command_lines, arguments(full, SIX), *lines, strategy="optim")
-    assert_same_to_the_bit(fetched(parse(run), tmp_path / "back"), full)
-
-
 def test_another_layout_resumes_from_a_bucket_as_from_a_disk(bucket: str, tmp_path: Path) -> None:
     """Two ranks write, four with tensor and pipeline parallelism go on, on a machine that has nothing."""
     local, run = tmp_path / "local", f"{bucket}/layouts/run"
@@ -142,7 +135,9 @@ def test_checkpoints_are_pruned_at_the_address(bucket: str, trained: tuple[str, 
     assert {name.split("/")[1] for name in parse(run).sizes() if name.startswith("check")} == {"step-00000003"}
 
 
-def test_a_corpus_is_prepared_into_object_storage_and_trained_on(bucket: str, tmp_path: Path) -> None:
+def test_a_corpus_is_prepared_into_object_storage_and_trained_on(
+    bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text("".join(f'{{"text": "{"word " * number}"}}\n' for number in range(1, 60)))
     for output in (f"{bucket}/corpus", str(tmp_path / "corpus")):
@@ -153,9 +148,16 @@ def test_a_corpus_is_prepared_into_object_storage_and_trained_on(bucket: str, tm
     )
     assert all((parse(bucket) / name).read() == (tmp_path / name).read_bytes() for name in names if "json" not in name)
     assert main(f"prepare --input {text} --output {bucket}/corpus --tokenizer bytes".split()) == 2
+    more, run = (THREE, "--vocab-size 300"), f"{bucket}/with-tokenizer"
     lines = [
-        arguments(tmp_path / name, THREE, f"--data-path {prefix} --vocab-size 300")
-        for name, prefix in (("a", f"{bucket}/corpus"), ("b", str(tmp_path / "corpus")))
+        stored(run, tmp_path / "staging", *more, f"--data-path {bucket}/corpus"),
+        arguments(tmp_path / "local", *more, f"--data-path {tmp_path / 'corpus'}"),
     ]
     run_ranks(1, run_command_lines, *lines)
-    assert steps_of(tmp_path / "a") == steps_of(tmp_path / "b")
+    assert steps_of(fetched(parse(run), tmp_path / "back")) == steps_of(tmp_path / "local")
+    capsys.readouterr()
+    texts = []
+    for model in (run, str(tmp_path / "local")):
+        assert main(["generate", model, "--prompt", "word", "--num-tokens", "8", "--temperature", "0"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and "word" in texts[0]
