@@ -121,7 +121,14 @@ class Activations:
 
     def block_working(self) -> int:
         """Temporaries of the backward of a block: those of its MLP or of what is in the place of attention."""
-        return max(self._mlp_working(), *(MIXERS[kind].working_bytes(self) for kind in self.shape.mixers if kind), 0)
+        layers = {self.shape.kinds(layer): layer for layer in range(self.shape.num_layers)}
+        return max(self._mlp_working(), *map(self._mixer_working, layers.values()))
+
+    def _mixer_working(self, layer: int) -> int:
+        """Temporaries before which what the MLP of the layer kept is freed."""
+        mixer, mlp = self.shape.kinds(layer)
+        freed = 0 if mlp is None else MLPS[mlp].saved_bytes(self, layer, modules=())
+        return -freed if mixer is None else MIXERS[mixer].working_bytes(self) - freed
 
     def _mlp_working(self) -> int:
         """Gradients of hidden states, inside the MLP and of experts."""

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from nanotrain.config.load import load as load_config
 from nanotrain.errors import HuggingFaceError
-from nanotrain.inference.checkpoint import export_checkpoint
+from nanotrain.inference.checkpoint import export_checkpoint, load_stage, open_model
+from nanotrain.inference.generate import Sampling, generate
+from nanotrain.inference.score import log_likelihoods
 from nanotrain.interop.hf.canonical import canonical
 from nanotrain.interop.hf.families import config_from_hf, config_to_hf
 from nanotrain.interop.hf.import_weights import import_hf
@@ -145,6 +147,25 @@ def test_the_text_model_of_a_model_with_images_is_imported_and_exported_alone(na
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(back).__name__ == f"{family}ForCausalLM"
     torch.testing.assert_close(back(tokens).logits, theirs(tokens).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear"])
+def test_an_imported_model_generates_as_transformers_and_is_scored_by_it(name: str, tmp_path: Path) -> None:
+    theirs = reference(name)
+    theirs.save_pretrained(tmp_path / "in")
+    import_hf(tmp_path / "in", tmp_path / "step-00000000")
+    stage = load_stage(open_model(tmp_path / "step-00000000"))
+    prompt = torch.randint(3, 131, (1, 9), generator=torch.Generator().manual_seed(1))
+    expected = theirs.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None, use_cache=False)[0, 9:]
+
+    for use_cache in (True, False):
+        sampling = Sampling(temperature=0.0)
+        new = generate(stage, prompt[0].tolist(), num_tokens=6, sampling=sampling, use_cache=use_cache)
+        assert new == expected.tolist()
+    [scored] = log_likelihoods(stage, [(prompt[0].tolist(), new)], batch_size=1)
+    log_probs = theirs(torch.cat([prompt[0], expected])[None]).logits[0, 8:-1].log_softmax(-1)
+    assert scored.log_likelihood == pytest.approx(log_probs.gather(-1, expected[:, None]).sum().item(), rel=1e-4)
+    assert scored.is_greedy
 
 
 def test_layers_of_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
