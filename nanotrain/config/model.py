@@ -28,6 +28,7 @@ Activation = Literal["gelu", "gelu_tanh", "swiglu", "squared_relu", "quick_geglu
 GATED = ("swiglu", "quick_geglu", "geglu_tanh")
 
 
+AttentionVariant = Literal["dsa"]
 LinearAttentionType = Literal["gated_delta_net", "kda", "mamba2", "short_conv"]
 DELTA_RULES = {"gated_delta_net", "kda"}  # of these types
 RouterScore = Literal["softmax", "sigmoid"]
@@ -44,6 +45,18 @@ class MLAConfig:
     qk_pos_emb_head_dim: int = option(64, "rotary channels of a query/key head", check=at_least(1))
     v_head_dim: int = option(128, "channels of a value head", check=at_least(1))
     compressed_norm_epsilon: float | None = option(None, "MLA: norm_epsilon of the norms of compressed queries, keys and values; unset: as in the others", check=above(0))
+
+
+@dataclass(frozen=True)
+class DSAConfig:
+    """DeepSeek Sparse Attention (DeepSeek-V3.2, section 2.1): its indexer; used with experimental_attention_variant."""
+
+    n_heads: int = option(64, "sparse attention: index heads", check=at_least(1))
+    head_dim: int = option(128, "sparse attention: channels of an index head; the first qk_pos_emb_head_dim are rotary", check=at_least(1))
+    topk: int = option(2048, "sparse attention: keys that a query attends to", check=at_least(1))
+    loss_coeff: float = option(1e-3, "sparse attention: coefficient of the indexer's loss; 0: the indexer gets no gradient", check=at_least(0))
+    use_sparse_loss: bool = option(False, "sparse attention: the indexer's loss is over the selected keys instead of all")
+    k_norm_epsilon: float = option(1e-6, "sparse attention: added to the variance in the norm of index keys", check=above(0))
 
 
 @dataclass(frozen=True)
@@ -189,6 +202,7 @@ class ModelConfig:
     logits_scaling: float = option(1.0, "divisor of the logits, before their softcap (Granite)", check=above(0))
     final_logit_softcapping: float | None = option(None, "soft-cap logits by c * tanh(logits / c); unset: none", check=above(0))
     multi_latent_attention: bool = option(False, "multi-latent attention: low-rank compression of keys and values (DeepSeek)")
+    experimental_attention_variant: AttentionVariant | None = option(None, "dsa: multi-latent attention to the keys that an indexer selects (DeepSeek-V3.2); unset: to all")
     attention_output_gate: bool = option(False, "multiply the output of attention by the sigmoid of a learned projection of the token (Qwen3-Next)")
     hybrid_layer_pattern: str | None = option(None, "one letter per layer, which is then attention or an MLP alone: * attention, + multi-latent attention, M Mamba-2, G linear_attention_type, - MLP, E experts; | begins a pipeline stage; unset: layers have both")
     linear_attention_type: LinearAttentionType | None = option(None, "layers in place of attention: gated_delta_net (Qwen3-Next), kda (Kimi Linear), mamba2 (Granite 4) or short_conv (LFM2); unset: none")
@@ -198,6 +212,7 @@ class ModelConfig:
     linear_attention: LinearAttentionConfig | None = section(LinearAttentionConfig, prefix="linear_", switch="linear_attention_type")
     mamba: MambaConfig = section(MambaConfig, prefix="mamba_")
     mla: MLAConfig | None = section(MLAConfig, switch="multi_latent_attention")
+    dsa: DSAConfig | None = section(DSAConfig, prefix="dsa_indexer_", switch="experimental_attention_variant")
     moe: MoEConfig | None = section(MoEConfig, prefix="moe_", switch="num_experts")
     mtp: MTPConfig = section(MTPConfig, prefix="mtp_")
 
@@ -327,7 +342,7 @@ class ModelConfig:
         >>> ModelConfig(num_layers=3, linear_attention_type="short_conv", linear_attention_freq="3").mixers
         ('short_conv', 'short_conv', 'attention')
         """
-        softmax = "attention" if self.mla is None else "mla"
+        softmax = "attention" if self.mla is None else "mla" if self.dsa is None else "dsa"
         if self.hybrid_layer_pattern is not None:
             kinds = {"*": softmax, "+": softmax, "G": self.linear_attention_type, "M": "mamba2"}
             return tuple(kinds.get(letter) for letter in read_hybrid_pattern(self.hybrid_layer_pattern))

@@ -194,7 +194,7 @@ class TokenCache(Protocol):
     in use, by the names of its attributes.
     """
 
-    def attend(self, core_attention: CoreAttention, *, has_window: bool) -> Callable[..., Tensor]:
+    def attend(self, core_attention: Callable[..., Any], *, has_window: bool) -> Callable[..., Any]:
         """A core attention that stores keys and values and attends to all of them."""
 
     def segment_ids(self, device: torch.device, *, before: int) -> Tensor:

@@ -52,7 +52,7 @@ class MultiLatentAttention(nn.Module):
         self.max_logits = self.scores.max_logits
         assert shape.mla is not None, "a model without latent attention has the class Attention"
         self.tensor_parallel = parallel.tp
-        self.core_attention = parallel.core_attention
+        self.core_attention: Callable[..., Tensor] = parallel.core_attention
         self.query_sizes = (shape.mla.qk_head_dim, shape.mla.qk_pos_emb_head_dim)
         self.key_value_sizes = (shape.mla.qk_head_dim, shape.value_head_dim)
         self.compressed_sizes = (shape.mla.kv_lora_rank, shape.mla.qk_pos_emb_head_dim)
@@ -81,12 +81,17 @@ class MultiLatentAttention(nn.Module):
         compressed_kv, shared_key = compressed.split(self.compressed_sizes, dim=-1)
         if self.query is None:
             query = self.query_latent_norm(query)
+        attend = self.attend(hidden, query, context=context)
         scores = self.scores(context, sink=None, device=query.device)
         compressed_kv = self.kv_latent_norm(compressed_kv)
         query, key, value = self.up_project(query, compressed_kv, shared_key=shared_key, rotary=rotary)
         mask = context.masks[int(self.has_window)]  # torch 2.11 does not trace a bool as an index
-        attended = self.core_attention(query, key=key, value=value, mask=mask, scores=scores)
+        attended = attend(query, key=key, value=value, mask=mask, scores=scores)
         return self.dropout(self.output(attended.flatten(2)), context.dropout)
+
+    def attend(self, hidden: Tensor, compressed_query: Tensor, *, context: LayerContext) -> Callable[..., Tensor]:
+        """The core attention for a microbatch; a subclass may read the inputs of the layer for it."""
+        return self.core_attention
 
     def cached(self, cache: TokenCache) -> dict[str, Callable[..., Tensor]]:
         """In generation the core attention attends to all keys so far."""

@@ -13,7 +13,6 @@ Other files: those of MIXER_MODULES, norm.py, rope.py, mixture of experts (moe.p
 Parameters are declared in spec/parameters.py and created on the meta device. Their names are global on every stage.
 
     B batch   S sequence   H hidden   F inner width of the MLP   V vocabulary   Vp vocabulary with padding
-    N query heads   G key/value heads (N is a multiple of G)   D width of a head
 """
 
 from collections.abc import Callable, Sequence
@@ -32,6 +31,7 @@ from nanotrain.model.activations import ACTIVATIONS, Glu
 from nanotrain.model.attention import Attention
 from nanotrain.model.context import BatchContext, DropoutPlace, HiddenDropout, LayerContext, ModelParallel
 from nanotrain.model.delta_net import GatedDeltaNet, KimiDeltaAttention
+from nanotrain.model.dsa import SparseLatentAttention
 from nanotrain.model.mamba import Mamba2
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.moe import MoELayer
@@ -242,8 +242,7 @@ class Stage(nn.Module):
         embedding = declared.submodule("embedding")
         embed = partial(Embedding, tensor_parallel=parallel.tp, scale=model_config.embedding_scale)
         self.embedding = embed(embedding) if embedding else None
-        place = DropoutPlace.embedding
-        self._drop_embedded = HiddenDropout(model_config.hidden_dropout, 0, place, parallel.tp)
+        self._drop_embedded = HiddenDropout(model_config.hidden_dropout, 0, DropoutPlace.embedding, parallel.tp)
         # False if a layer attends to all earlier keys, True if one attends within a window; or both
         mtp_layers = shape.mtp_layers if spec.has_head else range(0)
         mixers = {i: shape.kinds(i)[0] for i in (*spec.layers, *mtp_layers)}
@@ -377,6 +376,7 @@ def build_stage(model_config: ModelConfig, spec: StageSpec | None = None, *, dty
 MIXER_MODULES: dict[str, type[nn.Module]] = {
     "attention": Attention,
     "mla": MultiLatentAttention,
+    "dsa": SparseLatentAttention,
     "gated_delta_net": GatedDeltaNet,
     "kda": KimiDeltaAttention,
     "mamba2": Mamba2,

@@ -8,6 +8,7 @@ from typing import Self
 
 from nanotrain.config.model import (
     DELTA_RULES,
+    DSAConfig,
     LinearAttentionConfig,
     MambaConfig,
     MLAConfig,
@@ -50,6 +51,7 @@ class ModelShape:
     has_output_gate: bool = False  # attention multiplies its output by a sigmoid
     rotary_dim: int = 0  # channels of a head with rotary positions
     mla: MLAConfig | None = None  # sizes of multi-head latent attention (DeepSeek-V2)
+    dsa: DSAConfig | None = None  # sizes of the indexer of sparse attention
     linear_attention: LinearAttentionConfig | None = None  # sizes of layers with linear_attention_type
     mamba: MambaConfig = MambaConfig()  # sizes of layers of Mamba-2
     mamba_heads: int = 0  # their heads

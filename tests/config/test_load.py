@@ -215,7 +215,7 @@ def test_planning_takes_layouts_that_training_refuses():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("+config=tinny", "there is no recipe 'tinny': there are deepseek_v3, gpt2_124m"),
+        ("+config=tinny", "there is no recipe 'tinny': there are deepseek_v3, deepseek_v32, gpt2_124m"),
         ("+config=tinny", "did you mean +config=tiny?"),
         ("modle=tiny", "did you mean model?"),
         ("+optm=x", "unknown key optm"),

@@ -26,6 +26,7 @@ MIXTURES = {
     "mixtral_8x7b": (46_702_792_704, 12_879_925_248, 16),
     "qwen3_30b_a3b": (30_532_122_624, 3_353_032_704, 16),
     "deepseek_v3": (671_026_404_352, 37_552_282_624, 128),  # without multi-token prediction
+    "deepseek_v32": (671_877_929_216, 38_403_807_488, 128),  # an indexer of 13,960,448 in each of 61 layers
     "nemotron3_nano_30b_a3b": (31_577_937_344, 3_580_073_408, 32),
     "qwen3_next_80b_a3b": (79_674_391_296, 3_874_929_408, 1),  # these without multi-token prediction
     "qwen3_5_35b_a3b": (34_660_610_688, 3_454_988_928, 1),

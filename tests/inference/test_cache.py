@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanotrain.config.model import LinearAttentionConfig, MambaConfig, MLAConfig, MoEConfig
+from nanotrain.config.model import DSAConfig, LinearAttentionConfig, MambaConfig, MLAConfig, MoEConfig
 from nanotrain.inference.cache import KVCache
 from nanotrain.model.transformer import Stage
 from tests.model.building import GPT2, LLAMA, QWEN3, VOCAB, build, randomize
@@ -22,6 +22,14 @@ MODELS = {
     "grouped queries, windows": replace(LLAMA, window_size=3, window_attn_skip_freq="2"),
     "experts": replace(QWEN3, moe=MoEConfig(num_experts=4, ffn_hidden_size=16)),
     "mla": replace(LLAMA, num_query_groups=None, multi_latent_attention=True, mla=MLA_SIZES),
+    "dsa": replace(
+        LLAMA,
+        num_query_groups=None,
+        multi_latent_attention=True,
+        mla=MLA_SIZES,
+        experimental_attention_variant="dsa",
+        dsa=DSAConfig(n_heads=8, head_dim=12, topk=4),
+    ),
     "gated delta net": replace(DELTA, linear_attention_type="gated_delta_net"),
     "kda": replace(DELTA, linear_attention_type="kda"),
 }

@@ -19,7 +19,7 @@ from tests.harness import run_ranks
 from tests.interop.hf.reference import CONFIGS, IN_FP64, reference
 from tests.laws.worlds import GLOBAL_BATCH, VOCAB_SIZE, Case, UnevenDataset, train_layouts
 
-ROWS = ("kimi_linear", "nemotron_h", "qwen3_5")
+ROWS = ("deepseek_v32", "glm_moe_dsa", "kimi_linear", "nemotron_h", "qwen3_5")
 STEPS, WITHIN = 10, 5e-7  # relative
 LAYOUTS: dict[int, list[dict[str, Any]]] = {  # by number of ranks
     1: [{}],
@@ -91,6 +91,9 @@ def case_of(folder: Path, parallel: dict[str, Any]) -> Case:
     model = model_from_hf(folder)
     if model.moe is not None:
         model = with_values(model, {"moe.router_bias_update_rate": 0.0})
+    if model.dsa is not None:  # whose indexer transformers does not train
+        model = with_values(model, {"dsa.loss_coeff": 0.0})
+        parallel = parallel | {"cp_comm_type": "allgather"}
     optim = ADAMW | {"lr_decay_style": "constant", "clip_grad": 0.0}
     case = Case(STEPS).but(model=asdict(model), checkpoint={"pretrained_checkpoint": str(folder)}, parallel=parallel)
     return case.but(optim=optim, train={"micro_batch_size": GLOBAL_BATCH // 2})

@@ -21,6 +21,13 @@ from tests.laws.worlds import Case, build_here
 from tests.train.small_run import metrics_of, small_run
 
 MOE = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_router_bias_update_rate": 1e-3}
+DSA = {
+    "num_query_groups": None,
+    "multi_latent_attention": True,
+    "q_lora_rank": 16,
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_topk": 4,
+}
 LAYOUTS = {
     "one rank": (1, {}, {}),
     "dp, optim": (4, {"strategy": "optim"}, {}),
@@ -37,6 +44,7 @@ LAYOUTS = {
     "documents and cp": (4, {"cp": 2, "strategy": "optim"}, {"data": {"reset_attention_mask": True}}),
     "qk clip": (2, {"tp": 2}, {"optim": {"qk_clip": True}, "train": {"log_max_attention_logit": True}}),
     "moe": (2, {"strategy": "optim"}, {"model": MOE}),
+    "sparse attention": (4, {"tp": 2, "cp": 2, "cp_comm_type": "allgather"}, {"model": DSA}),
     "average and norms": (
         2,
         {"strategy": "optim"},

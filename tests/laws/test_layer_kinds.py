@@ -62,6 +62,26 @@ MODELS: dict[str, dict[str, Any]] = {
         "add_bias_linear": True,
         "norm_placement": "sandwich",
     },
+    "sparse attention": EXPERTS
+    | {
+        "num_layers": 6,
+        "num_query_groups": None,
+        "multi_latent_attention": True,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 8,
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": 3,
+        "dsa_indexer_head_dim": 8,
+        "dsa_indexer_topk": 4,
+        "dsa_indexer_loss_coeff": 1.0,
+        "init_method_std": 0.2,  # smaller weights attend to all keys alike, and leave nothing to learn
+        "moe_layer_freq": "[0,1]*3",
+        "mtp_num_layers": 1,
+        "attention_dropout": 0.2,
+    },
     "half layers, gated delta net": EXPERTS
     | {
         "num_layers": 6,
@@ -84,13 +104,15 @@ class KindLayout(Layout):
     """A layout that trains models of `MODELS` on samples with documents."""
 
     def case(self, model: str) -> Case:
-        return super().case(model).but(model=MODELS[model], data=DOCUMENTS)
+        case = super().case(model).but(model=MODELS[model], data=DOCUMENTS)
+        return case.but(parallel=GATHER) if model == "sparse attention" and self.sizes.get("cp", 1) > 1 else case
 
 
 def row(num_ranks: int, sizes: dict[str, Any], options: dict[str, Any], *args: Any) -> KindLayout:
     return KindLayout(num_ranks, sizes, options, *args, models=tuple(MODELS))
 
 
+GATHER = {"cp_comm_type": "allgather"}
 A2A = {"cp_comm_type": "a2a"}
 LAYOUTS = [
     row(2, {"strategy": "optim_grads", "tp": 2}, {}, "outputs"),

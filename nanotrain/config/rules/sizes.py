@@ -159,6 +159,9 @@ def odd_sizes(v: Values) -> list[tuple[str, int]]:
             "keys and values per rank: heads / tp x (qk_head_dim + v_head_dim)": heads * (v.qk_head_dim + v.v_head_dim),
             "values per rank: heads / tp x v_head_dim": heads * v.v_head_dim,
         }
+        if v.experimental_attention_variant == "dsa":
+            sizes["index queries: heads x dsa_indexer_head_dim"] = v.dsa_indexer_n_heads * v.dsa_indexer_head_dim
+            sizes["dsa_indexer_head_dim"] = v.dsa_indexer_head_dim
     else:
         sizes["queries per rank: heads / tp x kv_channels"] = heads * v.head_dim
         sizes["keys per rank: query groups / tp x kv_channels"] = max(1, v.query_groups // v.tp) * v.head_dim

@@ -16,7 +16,8 @@ from nanotrain.spec.shape import ModelShape
 def free_keys(model_config: ModelConfig) -> tuple[str, ...]:
     """Keys of the model section that do not depend on the weights."""
     tables = read_tables()
-    return (*tables["free_keys"], *(() if model_config.moe is None else tables["free_expert_keys"]))
+    of_sections = {"free_expert_keys": model_config.moe, "free_dsa_keys": model_config.dsa}
+    return (*tables["free_keys"], *(key for name, section in of_sections.items() if section for key in tables[name]))
 
 
 def resolved(model_config: ModelConfig) -> ModelConfig:

@@ -6,6 +6,7 @@ lfm2_layers         short convolutions in place of attention in some layers
 linear_layers       the gated delta rule in place of attention in some layers
 kimi_linear         KDA in place of MLA in some layers, in entries of two kinds
 dense_first_layers  experts in all layers but the first ones
+dsa                 an indexer in every layer
 mlp_layer_types     a list that says which layers have experts
 ernie_layers        experts in every Nth layer of a range
 """
@@ -220,6 +221,22 @@ def _indices(raw: Raw) -> range:
     return range(raw["num_hidden_layers"])
 
 
+def _read_dsa(raw: Raw) -> Values:
+    """Every layer has an indexer of its own, and experts as `first_k_dense_replace` says."""
+    layers = range(raw["num_hidden_layers"])
+    mlps = ["dense" if layer < (raw["first_k_dense_replace"] or 0) else "sparse" for layer in layers]
+    types: Values = {
+        "layer_types": ["indexed_attention" for _ in layers],
+        "indexer_types": ["full" for _ in layers],
+        "mlp_layer_types": mlps,
+    }
+    types |= {"index_topk_freq": 1, "index_topk_pattern": "F" * len(layers)}
+    for entry, supported in types.items():
+        if raw.get(entry, supported) not in (None, supported):
+            reject(entry, raw[entry], instead=str(supported))
+    return {}
+
+
 LAYER_PARTS: dict[str, Part] = {
     "nemotron_h_layers": Part(_read_pattern, _write_pattern),
     "granite_layers": Part(_read_granite, _write_granite),
@@ -228,5 +245,6 @@ LAYER_PARTS: dict[str, Part] = {
     "kimi_linear": Part(_read_kimi_linear, _write_kimi_linear),
     "mlp_layer_types": Part(_read_mlp_types, _write_mlp_types),
     "ernie_layers": Part(_read_ernie, _write_ernie),
+    "dsa": Part(_read_dsa),
     "dense_first_layers": Part(_read_dense_first, _write_dense_first),
 }

@@ -39,6 +39,7 @@ class HFName:
     is_full: bool = False  # the name has no ".weight" appended
     has_neighbour_pairs: bool = False  # rotary channels are stored so that neighbours are a pair
     unsqueezed: Sequence[int] = ()  # dims of size 1 that the tensor (of a weight) has and the parameter has not
+    is_rotary_first: bool = False  # they are the first channels of a head of the indexer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,7 @@ def _map(name: str, sizes: Mapping[str, tuple[int, ...]], *, naming: Naming, sha
     assert known is not None, f"{name} has no name in this family: the exported model would lack it"
     hf = known if isinstance(known, HFName) else HFName(known)
     own, offset, num_outputs = sizes[name], 0, None
-    rows = _neighbour_rows(own[0], shape) if hf.has_neighbour_pairs else None
+    rows = _neighbour_rows(own[0], shape, hf=hf) if hf.has_neighbour_pairs else None
     if hf.fused:
         dim = max(0, len(own) - 2)
         outputs = [sizes[f"{prefix}{part}.{leaf}"][dim] for part in hf.fused]
@@ -131,7 +132,7 @@ def _map(name: str, sizes: Mapping[str, tuple[int, ...]], *, naming: Naming, sha
     )
 
 
-def _neighbour_rows(num_rows: int, shape: ModelShape) -> tuple[int, ...]:
+def _neighbour_rows(num_rows: int, shape: ModelShape, *, hf: HFName) -> tuple[int, ...]:
     """The stored row of every row, where R rows of each head store pair i as their rows 2 i and 2 i + 1.
 
     They are the first ones; with MLA the last ones, as are those of the one head that the rows of compressed keys have.
@@ -139,6 +140,8 @@ def _neighbour_rows(num_rows: int, shape: ModelShape) -> tuple[int, ...]:
     rotary = shape.rotary_dim
     head = shape.head_dim if shape.mla is None or num_rows == shape.num_heads * shape.head_dim else num_rows
     first = 0 if shape.mla is None else head - rotary
+    if hf.is_rotary_first and shape.dsa is not None:
+        head, first = shape.dsa.head_dim, 0
 
     def stored(row: int) -> int:
         channel = row % head - first

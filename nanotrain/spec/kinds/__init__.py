@@ -7,7 +7,7 @@ docs/layer_kinds.md describes how to add one.
 """
 
 from nanotrain.spec.declaration import LayerKind
-from nanotrain.spec.kinds import attention, delta_net, mamba, mlp, short_conv
+from nanotrain.spec.kinds import attention, delta_net, dsa, mamba, mlp, short_conv
 
 MIXERS: dict[str, LayerKind] = {
     "attention": LayerKind(
@@ -19,6 +19,15 @@ MIXERS: dict[str, LayerKind] = {
     ),
     "mla": LayerKind(
         attention.mla, attention.mla_bytes, attention.pair_flops, has_keys=True, clipped_rows=attention.mla_rows
+    ),
+    "dsa": LayerKind(
+        dsa.declare,
+        dsa.saved_bytes,
+        dsa.sequence_flops,
+        dsa.working_bytes,
+        has_keys=True,
+        clipped_rows=attention.mla_rows,
+        cp_bytes=dsa.cp_bytes,
     ),
     **{
         name: LayerKind(

@@ -153,6 +153,7 @@ def describe(
         (f"decoupled lr {last.decoupled_lr:.2e}" if last.decoupled_lr is not None else "", 7),
         (_describe_experts(metrics.get("moe")), 6),
         (f"mtp {' '.join(f'{loss:7.4f}' for loss in metrics['mtp_losses'])}" if "mtp_losses" in metrics else "", 6),
+        (f"indexer {metrics['dsa_indexer_loss']:7.4f}" if "dsa_indexer_loss" in metrics else "", 6),
         (f"{tokens_per_second:9,.0f} tok/s", 1),
         (f"{tokens_per_second / num_devices:9,.0f} per device" if num_devices > 1 else "", 8),
         (f"mfu {last.mfu:5.1%}" if last.mfu is not None else "", 2),

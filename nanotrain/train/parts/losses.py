@@ -1,4 +1,4 @@
-"""Losses besides that of the model: of each layer of multi-token prediction, and on each corpus of a blend."""
+"""Losses besides that of the model: of multi-token prediction, of indexers, and on each corpus of a blend."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nanotrain.data.batch import Batch
 from nanotrain.data.build import source_names
+from nanotrain.model.dsa import IndexerDivergence
 from nanotrain.optim.distributed import Update
 from nanotrain.train.batches import GlobalBatch
 from nanotrain.train.parts.part import BuiltModel, StepPart
@@ -52,6 +53,27 @@ class MTPLosses(StepPart):
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
         return {"mtp_losses": list(numbers)}
+
+
+class IndexerLoss(StepPart):
+    """The mean divergence of indexers over layers and tokens, since the last logged step; without its coefficient."""
+
+    def __init__(self, model: BuiltModel) -> None:
+        self._device = model.context.device
+        modules = (module for stage in model.stages.values() for module in stage.modules())
+        self._sums = [module.sums for module in modules if isinstance(module, IndexerDivergence)]
+
+    def sums(self, *, is_logged: bool) -> Tensor | None:
+        if not is_logged:
+            return None
+        total = torch.zeros(2, dtype=torch.float64, device=self._device)  # tp ranks count equal divergences
+        for sums in self._sums:
+            total += sums
+            sums.zero_()
+        return total
+
+    def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
+        return {"dsa_indexer_loss": numbers[0] / max(numbers[1], 1.0)}
 
 
 class SourceLosses(StepPart):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from nanotrain.data.build import source_names
 from nanotrain.train.parts.fp8_amaxes import Fp8Amaxes
-from nanotrain.train.parts.losses import MTPLosses, SourceLosses
+from nanotrain.train.parts.losses import IndexerLoss, MTPLosses, SourceLosses
 from nanotrain.train.parts.moving_average import MovingAverage
 from nanotrain.train.parts.norms import GroupNorms, ParamsNorm
 from nanotrain.train.parts.part import BuiltModel, StepPart, StepParts
@@ -23,6 +23,7 @@ from nanotrain.train.parts.router_balance import RouterBalance
 # by name: whether a model has the part, and the part
 PARTS: dict[str, tuple[Callable[[BuiltModel], object], Callable[[BuiltModel], StepPart]]] = {
     "mtp_losses": (lambda model: model.plan.shape.num_mtp_layers, MTPLosses),
+    "indexer_loss": (lambda model: model.plan.shape.dsa and model.plan.shape.dsa.loss_coeff, IndexerLoss),
     "source_losses": (lambda model: source_names(model.dataset), SourceLosses),
     "router_balance": (lambda model: model.config.model.moe, RouterBalance),
     "max_attention_logit": (lambda model: model.config.train.log_max_attention_logit, MaxAttentionLogit),

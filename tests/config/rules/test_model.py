@@ -8,6 +8,7 @@ from tests.config.asking import config_of
 
 EXPERTS = {"num_experts": 8}
 LATENT = {"multi_latent_attention": True}
+SPARSE = LATENT | {"q_lora_rank": 24, "experimental_attention_variant": "dsa"}
 LINEAR = {"linear_attention_type": "short_conv"}
 DELTA = {"linear_attention_type": "gated_delta_net"}
 HYBRID = {"num_layers": 4, "hybrid_layer_pattern": "*-*-"}
@@ -26,6 +27,7 @@ GROUPS = {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk":
         EXPERTS | {"moe_layer_freq": "[0]*3+[1]"},
         LINEAR | {"linear_attention_freq": "2"},
         HYBRID,
+        SPARSE,
         LATENT | {"position_embedding_type": "none"},  # Kimi Linear
         HYBRID | {"hybrid_layer_pattern": "M-*-"},
         HYBRID | LINEAR | EXPERTS | {"hybrid_layer_pattern": "G-*E"},
@@ -46,6 +48,13 @@ def test_what_fits_together_breaks_no_rule(keys):
         (LINEAR | {"linear_attention_freq": "[1,0]"}, "[1,0]': it takes N for every Nth layer, or a 1 (linear"),
         (DELTA | {"linear_num_key_heads": 5}, "32 value heads cannot share 5 key heads"),
         (DELTA | {"linear_attention_type": "kda"}, "32 value heads beside 16 key heads"),
+        (
+            {"experimental_attention_variant": "dsa"},
+            "dsa without multi_latent_attention: its indexer reads the compressed queries",
+        ),
+        (SPARSE | {"q_lora_rank": None}, "dsa and q_lora_rank is unset"),
+        (SPARSE | {"dsa_indexer_head_dim": 32}, "dsa_indexer_head_dim 32 is below qk_pos_emb_head_dim 64"),
+        (SPARSE | {"window_size": 8}, "dsa with window_size 8"),
         (HYBRID | {"num_layers": 5}, "hybrid_layer_pattern has 4 of 5 layers"),
         (
             HYBRID | {"hybrid_layer_pattern": "M-*-", "mamba_num_heads": 6, "mamba_num_groups": 4},

@@ -12,6 +12,7 @@ from nanotrain.spec.stages import split_layers
 from tests.config.asking import config_of, validate
 
 TP2 = {"tensor_model_parallel_size": 2}
+SPARSE = {"multi_latent_attention": True, "q_lora_rank": 24, "experimental_attention_variant": "dsa"}
 DELTA = {"linear_attention_type": "gated_delta_net", "linear_num_key_heads": 1}
 CP2 = {"context_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -35,6 +36,7 @@ LAYOUT = "pipeline_model_parallel_layout"
         TP2 | {"num_query_groups": 4},
         TP2 | {"multi_latent_attention": True},
         CP2 | {"cp_comm_type": "a2a", "tensor_model_parallel_size": 2},
+        SPARSE | CP2 | {"cp_comm_type": "allgather"},
         PP2 | {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2},
         TP2 | {"make_vocab_size_divisible_by": 3},  # of a vocabulary that is not known yet
         PP2 | {"num_layers": 5},
@@ -106,6 +108,7 @@ def test_what_divides_breaks_no_rule(keys):
             DELTA | {"tensor_model_parallel_size": 4, "linear_num_key_heads": 2},
             "linear_num_key_heads 2 cannot be shared",
         ),
+        (SPARSE | CP2, "dsa with cp_comm_type p2p over cp=2 ranks"),
         (DELTA | CP2 | {"cp_comm_type": "a2a", "linear_num_value_heads": 3}, "3 value heads (linear_num_value_heads)"),
         (PP2 | {"num_layers": 1}, "1 layer cannot fill pp=2 pipeline stages"),
         (

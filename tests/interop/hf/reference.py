@@ -53,6 +53,10 @@ DEEPSEEK_V3 = {
     "first_k_dense_replace": 1,
     "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
 }
+# so many index heads that no score is exactly 0, among which every library has an order of its own
+INDEXER = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 6}
+GLM5 = {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}
+GLM5 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 GLM4_MOE = {
     "num_hidden_layers": 3,
     "head_dim": 16,
@@ -206,6 +210,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-whole-heads": ("Phi3", LLAMA_SHAPE | SMALL_TOKENS | {"tie_word_embeddings": True}),
     "deepseek_v3": ("DeepseekV3", LLAMA_SHAPE | DEEPSEEK_V3),
     "deepseek_v3-direct": ("DeepseekV3", LLAMA_SHAPE | DEEPSEEK_V3 | {"q_lora_rank": None, "rope_parameters": None}),
+    "deepseek_v32": ("DeepseekV32", LLAMA_SHAPE | DEEPSEEK_V3 | INDEXER | {"rope_parameters": None}),
+    "deepseek_v32-yarn": ("DeepseekV32", LLAMA_SHAPE | DEEPSEEK_V3 | INDEXER),
+    "glm_moe_dsa": ("GlmMoeDsa", LLAMA_SHAPE | DEEPSEEK_V3 | INDEXER | GLM5),
     "glm4_moe": ("Glm4Moe", LLAMA_SHAPE | GLM4_MOE),
     "glm4_moe-plain": ("Glm4Moe", LLAMA_SHAPE | GLM4_MOE | {"use_qk_norm": False, "attention_bias": False}),
     "olmo2": ("Olmo2", LLAMA_SHAPE | SMALL_TOKENS | {"num_key_value_heads": 2}),
@@ -337,23 +344,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 EXPERT_BIASES = ("e_score_correction_bias", "feed_forward.expert_bias")
 # Models that are compared in fp64, and the package of transformers that has them.
-IN_FP64 = {
-    "nemotron_h": "nemotron_h",
-    "nemotron_h-latent": "nemotron_h",
-    "nemotron_h-dense": "nemotron_h",
-    "granitemoehybrid": "granitemoehybrid",
-    "granitemoehybrid-dense": "granitemoehybrid",
-    "granitemoehybrid-attention": "granitemoehybrid",
-    "lfm2": "lfm2",
-    "lfm2_moe": "lfm2_moe",
-    "qwen3_next": "qwen3_next",
-    "qwen3_5": "qwen3_5",
-    "qwen3_5-tied": "qwen3_5",
-    "qwen3_5_moe": "qwen3_5_moe",
-    "olmo_hybrid": "olmo_hybrid",
-    "olmo_hybrid-rotary": "olmo_hybrid",
-    "kimi_linear": "kimi_linear",
-}
+FP64_FAMILIES = ("nemotron_h", "granitemoehybrid", "lfm2", "qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear")
+IN_FP64 = {name: name.partition("-")[0] for name in CONFIGS if name.startswith(FP64_FAMILIES)}
+IN_FP64 |= {name: name for name in ("deepseek_v32", "glm_moe_dsa")}  # not with YaRN, whose angles are in fp32
 CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 
 

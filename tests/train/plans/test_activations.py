@@ -27,6 +27,10 @@ SINKS = f"{LLAMA} --softmax-type learnable --activation quick_geglu --activation
 OLMO = f"{LLAMA} --qk-layernorm --qk-layernorm-across-heads --norm-placement post"
 PACKED = f"{LLAMA} --reset-attention-mask"
 DELTA = "--linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16 --linear-attention-type"
+DSA = (
+    f"{MLA} --experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16 "
+    "--dsa-indexer-topk 32 --dsa-indexer-loss-coeff 0.1"
+)
 MODELS = {
     "gpt2": GPT2,
     "llama": LLAMA,
@@ -45,6 +49,7 @@ MODELS = {
     "gated delta net": f"--linear-num-key-heads 2 {DELTA} gated_delta_net",
     "kda": f"--linear-num-key-heads 4 {DELTA} kda",
     "Mamba-2": "--linear-attention-type mamba2 --mamba-num-groups 2 --mamba-head-dim 16 --mamba-state-dim 16",
+    "sparse attention": DSA,
     "half layers": f"--linear-attention-type short_conv --num-layers 3 --hybrid-layer-pattern -*G {LLAMA}",
 }
 LAYOUTS = {
@@ -72,6 +77,8 @@ RECOMPUTED = [
     ("mla", "", f"{SELECTIVE} mla_up_proj core_attn layernorm mlp"),
     ("shared", "", f"{SELECTIVE} moe layernorm"),
     ("Mamba-2", "--bf16", f"{SELECTIVE} layernorm mlp"),
+    ("sparse attention", "", f"{SELECTIVE} core_attn"),
+    ("sparse attention", "--bf16", f"{SELECTIVE} mla_up_proj"),
 ]
 
 
@@ -89,6 +96,7 @@ def kept(ctx: ParallelContext, layout: str) -> dict[str, tuple[int, int]]:
         for name, words in MODELS.items()
         for dtype in ("", "--bf16")
         if (layout != "ep2" or "experts" in words) and (layout != "cp2 p2p" or "unfused" not in words)
+        if not (layout in ("cp2 p2p", "cp2 a2a") and "dsa" in words)
     }
 
 

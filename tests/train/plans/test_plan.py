@@ -38,6 +38,7 @@ CLUSTERS: list[tuple[str, int, str]] = [
     ("qwen3_30b_a3b", 16, ""),
     ("nemotron3_nano_30b_a3b", 32, ""),
     ("deepseek_v3", 1024, ""),
+    ("deepseek_v32", 1024, ""),
 ]
 LAYOUT_70B = "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4"
 LARGE: list[tuple[str, int, str]] = [
