@@ -41,7 +41,7 @@ SP = {"sequence_parallel": True}
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
 ZB, GATHER, HEADS = {"pipeline_schedule": "zb-h1"}, {"cp_comm_type": "allgather"}, {"cp_comm_type": "a2a"}
 OUTER, BLOCKS = {"outer_dp_sharding_strategy": "optim"}, {"fsdp_double_buffer": True, "fsdp_prefetch_depth": 2}
-NODES = {"moe_hierarchical_dispatch": 1}
+NODES, TURNS = {"moe_hierarchical_dispatch": 1}, {"overlap_moe_expert_parallel_comm": True}
 BF16 = {"params_dtype": "bf16"}
 
 
@@ -141,7 +141,13 @@ ROWS = [
     Row(2, "no_shard", {"cp": 2}),
     Row(4, "optim_grads", {"cp": 2}, OVERLAP | GATHER),
     Row(4, "optim", {"cp": 2}, OVERLAP | HEADS, rank=1),
-    Row(4, "optim", {"ep": 2}, OVERLAP, sections={"model": EXPERTS | {"moe_shared_expert_intermediate_size": 22}}),
+    Row(
+        4,
+        "optim",
+        {"ep": 2},
+        OVERLAP | TURNS,
+        sections={"model": EXPERTS | {"moe_shared_expert_intermediate_size": 22}},
+    ),
     Row(4, "optim_grads", {"tp": 2, "etp": 2, "ep": 2}, OVERLAP | NODES, sections=MOE, rank=2),
     Row(8, "optim_grads", {"tp": 2, "pp": 2, "cp": 2}, SP | ZB, rank=5),
     Row(2, "optim", options=OVERLAP, sections={"memory": {"cpu_offloading": True, "cpu_offloading_num_layers": 1}}),

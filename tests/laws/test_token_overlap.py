@@ -65,6 +65,7 @@ def test_turns_change_no_bit_and_hide_transfers_in_one_order_on_all_ranks(name: 
     results = run_ranks(ranks, train_both, case, **sizes, threads=False)
     for rank, (plain, overlapped, events) in enumerate(results):
         assert overlapped.losses == plain.losses and overlapped.grad_norms == plain.grad_norms
+        assert overlapped.moe == plain.moe, "tokens per expert, whose mean moves the expert bias"
         assert all(torch.equal(plain.weights[box], overlapped.weights[box]) for box in plain.weights)
         hidden = num_started = 0
         travelling: list[tuple[bool, int]] = []  # direction, and transfers that the rank had started by then

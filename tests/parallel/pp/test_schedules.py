@@ -302,6 +302,18 @@ def test_pairs_play_through_and_cost_little_time(named) -> None:
         assert sorted(freed) == sorted(plan.actions) and (freed != list(plan.actions)) == (in_pairs[rank] > 0)
 
 
+@given(paired_shapes(), st.integers(1, 9), st.integers(2, 9))
+def test_actions_begin_after_what_they_need_and_pairs_together(named, forward_s: int, backward_s: int) -> None:
+    name, shape = named
+    schedule = build_schedule(name, shape)
+    timeline = simulate(schedule, costs=Costs(forward=forward_s, backward=backward_s))
+    span_of = {span.action: span for spans in timeline.spans for span in spans}
+    first_of = {action: pair.forward for pair in schedule.pairs for action in pair}
+    for action in span_of:
+        begins = span_of[first_of.get(action, action)].start
+        assert all(span_of[needed].complete <= begins for needed in schedule.dependencies_of(action))
+
+
 def test_results_of_a_pair_are_sent_at_its_end() -> None:
     shape = PipelineShape(2, 1, 4, has_pairs=True)
     (spans, _) = simulate(build_schedule("1f1b", shape)).spans
