@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanotrain.config.model import DSAConfig, LinearAttentionConfig, MambaConfig, MLAConfig, MoEConfig
+from nanotrain.config.model import DSAConfig, LinearAttentionConfig, MambaConfig, MLAConfig, MoEConfig, YarnConfig
 from nanotrain.inference.cache import KVCache
 from nanotrain.model.transformer import Stage
 from tests.model.building import GPT2, LLAMA, QWEN3, VOCAB, build, randomize
@@ -21,6 +21,12 @@ MODELS = {
     "learned positions": GPT2,
     "grouped queries, windows": replace(LLAMA, window_size=3, window_attn_skip_freq="2"),
     "experts": replace(QWEN3, moe=MoEConfig(num_experts=4, ffn_hidden_size=16)),
+    "factors by position, norms after rotation": replace(
+        QWEN3,
+        qk_layernorm_after_rope=True,
+        position_embedding_type="yarn",
+        yarn=YarnConfig(2.0, original_max_position_embeddings=4, query_scaling_beta=0.7),
+    ),
     "mla": replace(LLAMA, num_query_groups=None, multi_latent_attention=True, mla=MLA_SIZES),
     "dsa": replace(
         LLAMA,

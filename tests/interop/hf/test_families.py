@@ -106,7 +106,7 @@ def test_a_model_no_family_can_hold_is_refused_by_name(model: ModelConfig, lost:
     [
         (
             {"model_type": "olmo"},
-            "olmo is not supported: the nearest names are olmo3, olmo2",
+            "olmo is not supported: the nearest names are olmo",
         ),
         ({"model_type": "qwen3_moe", "attention_bias": True}, "attention_bias"),
         ({"model_type": "qwen2_moe", "qkv_bias": False}, "qkv_bias"),
