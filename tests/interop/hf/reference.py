@@ -323,6 +323,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite": ("Granite", LLAMA_SHAPE | SMALL_TOKENS | FACTORS),
     "granitemoe": ("GraniteMoe", LLAMA_SHAPE | SMALL_TOKENS | FACTORS | {"num_local_experts": 4}),
+    "deepseek_v2": (
+        "DeepseekV2",
+        LLAMA_SHAPE | DEEPSEEK_V3 | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    ),
     "gemma": ("Gemma", LLAMA_SHAPE | SMALL_TOKENS | {"head_dim": 16}),
     "gemma2": (
         "Gemma2",
