@@ -115,7 +115,7 @@ def _check(
     present = {
         name: shape
         for name, shape in files.shapes.items()
-        if not any(fnmatchcase(name, pattern) for pattern in family.ignored) and name not in needless - expected.keys()
+        if name in expected or name not in needless and not any(fnmatchcase(name, each) for each in family.ignored)
     }
     if family.ignores_later_layers:
         present = {name: shape for name, shape in present.items() if not _is_later_layer(name, expected)}

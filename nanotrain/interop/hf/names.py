@@ -56,6 +56,7 @@ class Naming:
     # the ends of the model that it has a copy of, both relative to that prefix
     mtp: Mapping[str, str] = field(default_factory=dict)
     mtp_copies: Mapping[str, str] = field(default_factory=dict)
+    mtp_layer: str = ""  # prefix with {depth} where these layers have one of their own; names in `mtp` are then full
 
 
 def map_parameters(model_config: ModelConfig, naming: Naming) -> dict[str, "TensorMapping"]:
@@ -105,6 +106,8 @@ def _map(name: str, sizes: Mapping[str, tuple[int, ...]], *, naming: Naming, sha
         names = naming.mtp if depth and not prefix.endswith("block.") else naming.layers
         number = int(layer) if layer else shape.mtp_layers[int(depth)]
         parent, kind = f"{naming.layer.format(layer=number)}.", str(shape.kinds(number)[0])
+        if depth and naming.mtp_layer:
+            parent = "" if names is naming.mtp else f"{naming.mtp_layer.format(depth=depth)}."
     keys = [key for each in (re.sub("^attention", kind, module), module) for key in (f"{each}.{leaf}", each)]
     known = next((names[key] for key in keys if key in names), None)
     assert known is not None, f"{name} has no name in this family: the exported model would lack it"

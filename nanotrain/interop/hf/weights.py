@@ -70,7 +70,7 @@ def has_mtp_weights(folder: Path) -> bool:
         files = _weight_files(folder)
     except HuggingFaceError:
         return False
-    return any(name.endswith(".eh_proj.weight") for path in files for name in _open(path))
+    return any(name.endswith((".eh_proj.weight", "mtp.fc.weight")) for path in files for name in _open(path))
 
 
 class WeightFiles:
@@ -91,7 +91,7 @@ class WeightFiles:
         for path in _weight_files(folder):
             for stored, tensor in _open(path).items():
                 stored = stored.replace(TEXT_MODEL, "", 1)
-                name = stored if stored.startswith((prefix, "lm_head.")) else prefix + stored
+                name = stored if stored.startswith((prefix, "lm_head.", "mtp.")) else prefix + stored
                 self._tensors[name] = tensor
         self._tensors = dequantized(self._tensors)
         weights = [name for name in self._tensors if block_size is None or not name.endswith(SCALE)]
