@@ -79,7 +79,17 @@ def assert_same_gradients(ours: Stage, theirs: torch.nn.Module, *, rtol: float, 
 
 
 # families whose models an earlier one can hold too
-GENERAL = {"seed_oss", "dots1", "solar_open", "qwen3_5_moe_text", "glm4_moe_lite", "granite", "ernie4_5", "deepseek_v2"}
+GENERAL = {
+    "seed_oss",
+    "dots1",
+    "solar_open",
+    "qwen3_5_moe_text",
+    "glm4_moe_lite",
+    "granite",
+    "ernie4_5",
+    "deepseek_v2",
+    "glm_moe_dsa",
+}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
