@@ -10,6 +10,7 @@ from typing import Any
 
 from nanotrain.cli.parser import Command, CommandParser
 from nanotrain.errors import DataError
+from nanotrain.quantities import table_lines
 
 
 def step(argv: Sequence[str]) -> int:
@@ -82,9 +83,7 @@ def _print_rows(rows: Sequence[dict[str, Any]], *, as_json: bool) -> None:
             print(json.dumps(row))
         return
     lines = [list(rows[0]), *(list(map(_shown, row.values())) for row in rows)] if rows else [["none"]]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    print("\n".join(table_lines(lines)))
 
 
 def _shown(value: Any) -> str:
