@@ -19,7 +19,7 @@ from tests.interop.hf.reference import CONFIGS, IN_FP64, biases_of, load, refere
 from tests.model.building import random_batch
 
 
-@pytest.mark.parametrize("name", CONFIGS.keys() - IN_FP64.keys())
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in IN_FP64])
 def test_logits_and_every_gradient_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs, batch = reference(name), random_batch(length=40)
     theirs.save_pretrained(tmp_path)
