@@ -106,7 +106,8 @@ class Activations:
         """A transformer block: the inputs and statistics of both norms, attention, and MLP or experts."""
         mixer, mlp = self.shape.kinds(layer)
         num_halves, (has_pre, has_post) = (mixer is not None) + (mlp is not None), self.shape.norms_of(layer)
-        keeps_normed = not has_pre or "layernorm" not in modules
+        modules = modules if has_pre else {*modules} - {"layernorm"}  # which are those of the inputs
+        keeps_normed = "layernorm" not in modules
         kept = self.outside * num_halves * (self.width + keeps_normed * 2 * FP32)
         if has_pre and has_post:  # those of the outputs are never recomputed
             kept += self.outside * num_halves * (self.width + FP32)

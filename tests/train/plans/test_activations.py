@@ -25,6 +25,7 @@ GEMMA = f"{LLAMA} --qk-layernorm --norm-placement sandwich --apply-layernorm-1p 
 SHARED = f"{MOE} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate --moe-z-loss-coeff 0.01"
 SINKS = f"{LLAMA} --softmax-type learnable --activation quick_geglu --activation-func-clamp-value 7"
 OLMO = f"{LLAMA} --qk-layernorm --qk-layernorm-across-heads --norm-placement post"
+OLMO_HYBRID = f"{OLMO} --num-layers 2 --linear-attention-freq 2 --linear-num-key-heads 2 --linear-norm-placement pre"
 PACKED = f"{LLAMA} --reset-attention-mask"
 DELTA = "--linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16 --linear-attention-type"
 DSA = (
@@ -47,6 +48,7 @@ MODELS = {
     "output gate": f"{LLAMA} --attention-output-gate",
     "short convolution": "--linear-attention-type short_conv",
     "gated delta net": f"--linear-num-key-heads 2 {DELTA} gated_delta_net",
+    "norms by kind": f"{OLMO_HYBRID} {DELTA} gated_delta_net",
     "kda": f"--linear-num-key-heads 4 {DELTA} kda",
     "Mamba-2": "--linear-attention-type mamba2 --mamba-num-groups 2 --mamba-head-dim 16 --mamba-state-dim 16",
     "sparse attention": DSA,
@@ -77,6 +79,7 @@ RECOMPUTED = [
     ("mla", "", f"{SELECTIVE} mla_up_proj core_attn layernorm mlp"),
     ("shared", "", f"{SELECTIVE} moe layernorm"),
     ("Mamba-2", "--bf16", f"{SELECTIVE} layernorm mlp"),
+    ("norms by kind", "--bf16", f"{SELECTIVE} layernorm mlp"),
     ("sparse attention", "", f"{SELECTIVE} core_attn"),
     ("sparse attention", "--bf16", f"{SELECTIVE} mla_up_proj"),
 ]
