@@ -29,7 +29,7 @@ GATED = ("swiglu", "quick_geglu", "geglu_tanh")
 
 
 AttentionVariant = Literal["dsa"]
-LinearAttentionType = Literal["gated_delta_net", "kda", "mamba2", "short_conv"]
+LinearAttentionType = Literal["gated_delta_net", "kda", "mamba2", "attention_mamba2", "short_conv"]
 DELTA_RULES = {"gated_delta_net", "kda"}  # of these types
 RouterScore = Literal["softmax", "sigmoid"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
@@ -83,6 +83,9 @@ class MambaConfig:
     num_heads: int | None = option(None, "Mamba-2: value heads; unset: 2 * hidden_size / mamba_head_dim", check=at_least(1))
     conv_kernel_dim: int = option(4, "Mamba-2: tokens that a short convolution sees, its own included", check=at_least(2))
     time_step_min: float = option(0.0, "Mamba-2: lower bound of the steps of tokens", check=at_least(0))
+    rms_norm: bool = option(True, "Mamba-2: normalize the gated outputs of every group")
+    multipliers: list[float] = option([1.0] * 5, "Mamba-2: factors on gate, value, key, query and step (Falcon-H1)")
+    output_multiplier: float = option(1.0, "attention_mamba2: factor on the output of Mamba-2", check=above(0))
 
 
 @dataclass(frozen=True)
@@ -199,13 +202,16 @@ class ModelConfig:
     scale_embeddings: bool = option(False, "multiply word embeddings by sqrt(hidden_size) (Gemma)")
     embedding_multiplier: float = option(1.0, "factor on the word embeddings (Granite)", check=above(0))
     residual_multiplier: float = option(1.0, "factor on the outputs of attention and MLP before the residual sum (Granite)", check=above(0))
+    attention_output_multiplier: float = option(1.0, "attention_mamba2: factor on the output of attention", check=above(0))
+    mlp_gate_multiplier: float = option(1.0, "gated activations: factor on the gate (Falcon-H1)", check=above(0))
+    mlp_output_multiplier: float = option(1.0, "factor on the outputs of MLPs before the residual sum (Falcon-H1)", check=above(0))
     logits_scaling: float = option(1.0, "divisor of the logits, before their softcap (Granite)", check=above(0))
     final_logit_softcapping: float | None = option(None, "soft-cap logits by c * tanh(logits / c); unset: none", check=above(0))
     multi_latent_attention: bool = option(False, "multi-latent attention: low-rank compression of keys and values (DeepSeek)")
     experimental_attention_variant: AttentionVariant | None = option(None, "dsa: multi-latent attention to the keys that an indexer selects (DeepSeek-V3.2); unset: to all")
     attention_output_gate: bool = option(False, "multiply the output of attention by the sigmoid of a learned projection of the token (Qwen3-Next)")
     hybrid_layer_pattern: str | None = option(None, "one letter per layer, which is then attention or an MLP alone: * attention, + multi-latent attention, M Mamba-2, G linear_attention_type, - MLP, E experts; | begins a pipeline stage; unset: layers have both")
-    linear_attention_type: LinearAttentionType | None = option(None, "layers in place of attention: gated_delta_net (Qwen3-Next), kda (Kimi Linear), mamba2 (Granite 4) or short_conv (LFM2); unset: none")
+    linear_attention_type: LinearAttentionType | None = option(None, "layers in place of attention: gated_delta_net (Qwen3-Next), kda (Kimi Linear), mamba2 (Granite 4), attention_mamba2 (both side by side, Falcon-H1) or short_conv (LFM2); unset: none")
     linear_attention_freq: str = option("0", "layers with softmax attention beside linear_attention_type: N for every Nth layer, 0 for none, or a pattern such as [1]*3+[0] with 0 for each of them")
     init_method_std: float = option(0.02, "standard deviation of the initial weights; output projections get std / sqrt(2 * num_layers)", check=above(0))
     yarn: YarnConfig | None = section(YarnConfig, switch="position_embedding_type", value="yarn")

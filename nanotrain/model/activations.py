@@ -40,15 +40,19 @@ class Glu:
     activation: Callable[[Tensor], Tensor]
     offset: float = 0.0
     clamp: float | None = None  # gate <= clamp, and |up| <= clamp
+    multiplier: float = 1.0  # of the gate, before (Falcon-H1)
 
     @classmethod
     def of(cls, model_config: ModelConfig) -> "Glu":
         """The gated activation of a model."""
         activation = ACTIVATIONS[model_config.activation]
-        return cls(activation, model_config.glu_linear_offset, model_config.activation_func_clamp_value)
+        clamp, multiplier = model_config.activation_func_clamp_value, model_config.mlp_gate_multiplier
+        return cls(activation, model_config.glu_linear_offset, clamp, multiplier)
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         """gate [...], up [...] -> [...]."""
+        if self.multiplier != 1.0:
+            gate = gate * self.multiplier
         if self.clamp is not None:
             gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
         if self.activation is F.silu and not self.offset:

@@ -13,7 +13,7 @@ their heads, so nothing between the projections is communicated over tp.
     B batch   S sequence   L local tokens   N heads   G groups   V, K head dims of values and keys
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,7 +48,8 @@ class Mamba2(nn.Module):
         super().__init__()
         self.sizes, self.eps = model_config.mamba, model_config.norm_epsilon
         self.step_bias, self.decay, self.skip = (params[name] for name in ("step_bias", "decay", "skip"))
-        self.norm = params["norm"]
+        self.norm, self.normalize = params.get("norm"), self._normalize if self.sizes.rms_norm else _in_dtype
+        self.scale = _scale_by(self.sizes.multipliers)
         column = partial(ColumnParallelLinear, tensor_parallel=parallel.tp)
         self.gate, self.value = column(*params.linear("gate")), column(*params.linear("value"))
         self.key, self.query = column(*params.linear("key")), column(*params.linear("query"))
@@ -64,7 +65,7 @@ class Mamba2(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
         wide = (self.gate, self.value, self.key, self.query)
-        gate, value, key, query, step = project_inputs(hidden, wide, narrow=(self.step,))
+        gate, value, key, query, step = self.scale(project_inputs(hidden, wide, narrow=(self.step,)))
         value = self.value_conv(value, context).unflatten(-1, (-1, self.sizes.head_dim))
         key = self.key_conv(key, context).unflatten(-1, (-1, self.sizes.state_dim))
         query = self.query_conv(query, context).unflatten(-1, (-1, self.sizes.state_dim))
@@ -73,11 +74,26 @@ class Mamba2(nn.Module):
         decay = step * -self.decay.to(dtype).exp()[:, None]
         out = self.scan(DeltaInputs(query, key, value, decay, step, context.starts))
         out = (out + value * self.skip.to(dtype)[:, None]).flatten(2) * F.silu(gate.to(dtype))
+        return self.dropout(self.output(self.normalize(out, key)), context.dropout)
+
+    def _normalize(self, out: Tensor, key: Tensor) -> Tensor:
+        """[B, S, channels] -> the same shape, in the dtype of the keys [B, S, G, K]."""
         num_groups = key.shape[2]
         normed = F.rms_norm(out.unflatten(-1, (num_groups, -1)), (out.shape[-1] // num_groups,), eps=self.eps)
-        normed = self.norm * normed.flatten(2).to(hidden.dtype)
-        return self.dropout(self.output(normed), context.dropout)
+        assert self.norm is not None, "outputs that are normalized have weights"
+        return self.norm * normed.flatten(2).to(key.dtype)
 
     def cached(self, cache: TokenCache) -> dict[str, Callable[..., Any]]:
         """In generation the scan goes on from the state after the tokens so far."""
         return {"scan": CachedScan(cache, ssd)}
+
+
+def _in_dtype(out: Tensor, key: Tensor) -> Tensor:
+    return out.to(key.dtype)
+
+
+def _scale_by(factors: Sequence[float]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    """Multiplies projections by their factors; the identity where all are 1."""
+    if all(factor == 1.0 for factor in factors):
+        return lambda projected: projected
+    return lambda projected: [x * factor for x, factor in zip(projected, factors, strict=True)]

@@ -140,11 +140,11 @@ def build_norm(model_config: ModelConfig, params: Parameters) -> nn.Module:
     return RMSNorm(params["weight"], eps=eps, is_offset=is_offset)
 
 
-def build_post_norm(model_config: ModelConfig, params: Parameters) -> nn.Module:
-    """The norm of the outputs of attention or an MLP; where none is declared, `residual_multiplier`."""
-    if params or model_config.residual_multiplier == 1.0:
-        return build_norm(model_config, params)
-    return Scale(model_config.residual_multiplier)
+def build_post_norm(model_config: ModelConfig, params: Parameters, *, half: str) -> nn.Module:
+    """The norm of the outputs of a half of a block, "attention" or "mlp"; where none is declared, their factor."""
+    declared, factor = params.submodule(f"{half}_post_norm"), model_config.residual_multiplier
+    factor *= model_config.mlp_output_multiplier if half == "mlp" else 1.0
+    return build_norm(model_config, declared) if declared or factor == 1.0 else Scale(factor)
 
 
 class Scale(nn.Module):

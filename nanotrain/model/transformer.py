@@ -29,6 +29,7 @@ from nanotrain.config.model import ModelConfig
 from nanotrain.data.batch import Batch
 from nanotrain.model.activations import ACTIVATIONS, Glu
 from nanotrain.model.attention import Attention
+from nanotrain.model.attention_mamba import AttentionMamba2
 from nanotrain.model.context import BatchContext, DropoutPlace, HiddenDropout, LayerContext, ModelParallel
 from nanotrain.model.delta_net import GatedDeltaNet, KimiDeltaAttention
 from nanotrain.model.dsa import SparseLatentAttention
@@ -103,10 +104,10 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = build_norm(model_config, params.submodule("attention_norm"))
         self.attention = build_mixer(model_config, params.submodule("attention"), parallel=parallel, layer=layer)
-        self.attention_post_norm = build_post_norm(model_config, params.submodule("attention_post_norm"))
+        self.attention_post_norm = build_post_norm(model_config, params, half="attention")
         self.mlp_norm = build_norm(model_config, params.submodule("mlp_norm"))
         self.mlp = build_mlp(model_config, params.submodule("mlp"), parallel=parallel, layer=layer)
-        self.mlp_post_norm = build_post_norm(model_config, params.submodule("mlp_post_norm"))
+        self.mlp_post_norm = build_post_norm(model_config, params, half="mlp")
         if model_config.has_dropout:
             self.register_forward_pre_hook(lambda _, args: (args[0], args[1].of_layer(layer)))
 
@@ -124,7 +125,7 @@ class HalfBlock(nn.Module):
         half, build = ("attention", build_mixer) if params.submodule("attention") else ("mlp", build_mlp)
         self.add_module(f"{half}_norm", build_norm(model_config, params.submodule(f"{half}_norm")))
         self.add_module(half, build(model_config, params.submodule(half), parallel=parallel, layer=layer))
-        self.add_module(f"{half}_post_norm", build_post_norm(model_config, params.submodule(f"{half}_post_norm")))
+        self.add_module(f"{half}_post_norm", build_post_norm(model_config, params, half=half))
         if model_config.has_dropout:
             self.register_forward_pre_hook(lambda _, args: (args[0], args[1].of_layer(layer)))
 
@@ -147,10 +148,9 @@ class Embedding(nn.Module):
 
     def __init__(self, params: Parameters, *, tensor_parallel: TensorParallel, scale: float = 1.0) -> None:
         super().__init__()
-        weight = params["word.weight"]
+        weight, position, self.tensor_parallel = params["word.weight"], params.get("position.weight"), tensor_parallel
         self.scale = torch.tensor(scale, dtype=weight.dtype, device="cpu").item()
         self.word = VocabParallelEmbedding(weight, tensor_parallel=tensor_parallel)
-        position, self.tensor_parallel = params.get("position.weight"), tensor_parallel
         unsharded = partial(VocabParallelEmbedding, tensor_parallel=tensor_parallel.unsharded)
         self.position = None if position is None else unsharded(position)
 
@@ -239,9 +239,8 @@ class Stage(nn.Module):
         super().__init__()
         self.model_config, self.spec, self.params, self.parallel = model_config, spec, tuple(params), parallel
         shape, declared = ModelShape.of(model_config), Parameters.on_meta(params)
-        embedding = declared.submodule("embedding")
         embed = partial(Embedding, tensor_parallel=parallel.tp, scale=model_config.embedding_scale)
-        self.embedding = embed(embedding) if embedding else None
+        self.embedding = embed(embedding) if (embedding := declared.submodule("embedding")) else None
         self._drop_embedded = HiddenDropout(model_config.hidden_dropout, 0, DropoutPlace.embedding, parallel.tp)
         # False if a layer attends to all earlier keys, True if one attends within a window; or both
         mtp_layers = shape.mtp_layers if spec.has_head else range(0)
@@ -380,6 +379,7 @@ MIXER_MODULES: dict[str, type[nn.Module]] = {
     "gated_delta_net": GatedDeltaNet,
     "kda": KimiDeltaAttention,
     "mamba2": Mamba2,
+    "attention_mamba2": AttentionMamba2,
     "short_conv": ShortConv,
 }
 

@@ -212,7 +212,7 @@ def shrink_sizes(config: Config) -> Config:
     softmax = ("attention",) if config.model.mla is None else ("attention", "mla")
     kinds = dict.fromkeys((*softmax, *config.model.mixers, *config.model.mlps))
     rows = [SIZES[kind] for kind in kinds if kind in SIZES]
-    if "mamba2" in kinds:  # unset, their number follows from the hidden size
+    if {"mamba2", "attention_mamba2"} & kinds.keys():  # unset, their number follows from the hidden size
         config = with_values(config, {"model.mamba.num_heads": config.model.mamba_heads})
     for row in rows:
         config = divide(config, row.get("divided", ()))

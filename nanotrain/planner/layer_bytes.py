@@ -89,16 +89,19 @@ class LayerBytes(RankSizes):
         ops: list[Op] = []
         if mixer is not None:
             known = {"attention": self.attention, "mla": self.mla}
-            ops += [norm, *(known[mixer](normed) if mixer in known else self.declared(layer, normed)), add]
+            ops.append(norm)
+            for kind in MIXERS[mixer].parts or (mixer,):
+                ops += known[kind](normed) if kind in known else self.declared(kind, layer, normed=normed)
+            ops.append(add)
         if mlp is not None:
             inner = self.experts(normed) if mlp == "moe" else self.mlp(shape.ffn_size, normed)
             ops += [norm, *inner, add]
         factor = self.engine.saves_factor
         return [op._replace(saved=int(op.saved * factor)) for op in ops] if factor != 1.0 else ops
 
-    def declared(self, layer: int, normed: int) -> list[Op]:
+    def declared(self, name: str, layer: int, *, normed: int) -> list[Op]:
         """What a kind keeps in nanotrain, and its linear layers."""
-        kind, rank = MIXERS[self.shape.kinds(layer)[0] or ""], cast(Any, self)
+        kind, rank = MIXERS[name], cast(Any, self)
         weights = [spec for spec in kind.declare(Declaration(self.shape, "bf16", self.tp)) if spec.in_fp8]
         local = [(spec.shape[0] // self.tp, spec.shape[1]) for spec in weights[:-1]]
         outputs = sum(rows for rows, _ in local)

@@ -147,18 +147,18 @@ class Layers(RankSizes):
     def block(self, layer: int) -> Parts:
         """A transformer block, by its index in the model."""
         mixer, mlp = self.shape.kinds(layer)
-        parts: Parts = []
-        if mixer is not None:
-            known = {"attention": self.attention, "mla": self.mla}
-            parts += [*self.norms(layer), *known.get(mixer, self.declared)(layer)]
+        known = {"attention": self.attention, "mla": self.mla}
+        parts: Parts = [] if mixer is None else [*self.norms(layer)]
+        for kind in () if mixer is None else MIXERS[mixer].parts or (mixer,):
+            parts += known[kind](layer) if kind in known else self.declared(kind, layer)
         if mlp is not None:
             inner = self.experts() if mlp == "moe" else self.mlp("mlp", self.shape.ffn_size)
             parts += [*self.norms(layer), *inner]
         return parts
 
-    def declared(self, layer: int) -> Parts:
+    def declared(self, name: str, layer: int) -> Parts:
         """The linear layers of a kind, by its parameters, and what it computes of the sequence at the peak."""
-        kind, seq_length = MIXERS[self.shape.kinds(layer)[0] or ""], self.config.data.seq_length
+        kind, seq_length = MIXERS[name], self.config.data.seq_length
         parts: Parts = []
         for spec in (spec for spec in kind.declare(Declaration(self.shape, self.dtype)) if spec.in_fp8):
             sharded = spec.shards[0].dim if spec.shards else None

@@ -199,6 +199,7 @@ class LayerKind:
     sequence_flops: Callable[..., int] = lambda *_, **__: 0
     # (RankSizes): bytes of the temporaries of its backward, where they may be more than those of an MLP
     working_bytes: Callable[[RankSizes], int] = lambda rank: 0
+    parts: tuple[str, ...] = ()  # kinds that a layer has side by side, whose times and sent bytes add up; () for itself
     has_keys: bool = False  # queries attend to keys: the layer has a mask, a window and a cache of keys and values
     # of QK-clip: (heads, channels) of the rows of a query or key parameter, head by head, by the parameter's name;
     # heads are those that scale alike: "query", "key", "both" or "none"

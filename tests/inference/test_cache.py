@@ -16,6 +16,7 @@ DELTA = replace(LLAMA, linear_attention=SIZES, linear_attention_freq="2")
 MLA_SIZES = MLAConfig(q_lora_rank=24, kv_lora_rank=16, qk_head_dim=12, qk_pos_emb_head_dim=8, v_head_dim=10)
 MODELS = {
     "short convolutions": replace(LLAMA, **LINEAR, linear_attention_freq="2"),
+    "attention beside Mamba-2": replace(LLAMA, linear_attention_type="attention_mamba2", mamba=MambaConfig(6, 8, 2)),
     "Mamba-2": replace(LLAMA, num_layers=3, hybrid_layer_pattern="M*M", mamba=MambaConfig(6, 8, 2)),
     "half layers": replace(LLAMA, **LINEAR, num_layers=4, hybrid_layer_pattern="G-*-", attention_output_gate=True),
     "learned positions": GPT2,

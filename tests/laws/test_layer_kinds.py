@@ -49,6 +49,23 @@ MODELS: dict[str, dict[str, Any]] = {
         "mamba_num_groups": 4,
         "hidden_dropout": 0.1,
     },
+    "attention beside Mamba-2": EXPERTS
+    | {
+        "num_layers": 6,
+        "linear_attention_type": "attention_mamba2",
+        "moe_layer_freq": "[0,1]*3",
+        "mamba_state_dim": 6,
+        "mamba_head_dim": 8,
+        "mamba_num_heads": 8,
+        "mamba_num_groups": 4,
+        "mamba_rms_norm": False,
+        "mamba_multipliers": [0.9, 1.2, 0.7, 1.1, 1.4],
+        "mamba_output_multiplier": 0.6,
+        "attention_output_multiplier": 1.5,
+        "mlp_gate_multiplier": 1.3,
+        "mlp_output_multiplier": 0.8,
+        "hidden_dropout": 0.1,
+    },
     "half layers, kda": EXPERTS
     | {
         "num_layers": 6,

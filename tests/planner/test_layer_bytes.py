@@ -104,7 +104,7 @@ def test_a_fused_loss_keeps_low_precision_logits() -> None:
     assert LayerBytes(replace(scenario, features=frozenset({"fused loss"}))).head()[-1] == Op(logits * 2, 0)
 
 
-@pytest.mark.parametrize("kind", ["gated_delta_net", "kda", "mamba2", "short_conv"])
+@pytest.mark.parametrize("kind", ["gated_delta_net", "kda", "mamba2", "attention_mamba2", "short_conv"])
 def test_layers_of_other_kinds_are_estimated_for_every_engine(kind: str) -> None:
     of_kind = {"linear_attention_type": kind, "linear_attention_freq": "2"}
     of_kind |= {"linear_num_key_heads": 32} if kind == "kda" else {}

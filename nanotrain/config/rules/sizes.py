@@ -222,7 +222,9 @@ SIZES: dict[str, Callable[[Values], Any]] = {
     "halo_tokens": lambda v: (
         max(v.has_mamba * v.mamba_conv_kernel_dim, v.has_linear_layers * v.linear_conv_kernel_dim, 1) - 1
     ),
-    "has_mamba": lambda v: "mamba2" in v.mixers,
+    "has_mamba": lambda v: bool({"mamba2", "attention_mamba2"} & {*v.mixers}),
+    "num_mamba_multipliers": lambda v: len(v.mamba_multipliers),
+    "output_multiplier": lambda v: v.residual_multiplier * v.mlp_output_multiplier,
     "chunk_tokens": lambda v: v.seq_length // (2 * v.cp),
     "recomputed_modules": lambda v: v.recompute_granularity and v.config.memory.recomputed_modules or (),
     "discarded_modules": lambda v: [name for name in v.recomputed_modules if name in DISCARDED_MODULES],

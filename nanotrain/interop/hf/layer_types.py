@@ -2,6 +2,7 @@
 
 nemotron_h_layers   one letter per layer, which is Mamba-2, attention, an MLP or experts alone
 granite_layers      Mamba-2 in place of attention in some layers; experts in all layers or in none
+falcon_h1_layers    Mamba-2 beside attention in all layers, and factors
 lfm2_layers         short convolutions in place of attention in some layers
 linear_layers       the gated delta rule in place of attention in some layers
 kimi_linear         KDA in place of MLA in some layers, in entries of two kinds
@@ -71,14 +72,14 @@ def _read_granite(raw: Raw) -> Values:
         values |= {"ffn_hidden_size": None, "moe.shared_expert_intermediate_size": shared}
     else:
         values["ffn_hidden_size"] = shared
-    return values | (_read_granite_mamba(raw) if "mamba" in kinds else {})
+    return values | (_read_mamba(raw, raw["mamba_expand"] * raw["hidden_size"]) if "mamba" in kinds else {})
 
 
-def _read_granite_mamba(raw: Raw) -> Values:
-    inner, heads = raw["mamba_expand"] * raw["hidden_size"], raw["mamba_n_heads"]
+def _read_mamba(raw: Raw, inner: int) -> Values:
+    heads = raw["mamba_n_heads"]
     head_dim = inner // heads if raw["mamba_d_head"] == "auto" else raw["mamba_d_head"]
     if heads * head_dim != inner:
-        reject("mamba_d_head", head_dim, instead=f"{inner // heads}, mamba_expand * hidden_size / mamba_n_heads,")
+        reject("mamba_d_head", head_dim, instead=f"{inner // heads}, {inner} / mamba_n_heads,")
     low, high = raw.get("time_step_limit") or (0.0, math.inf)
     if high not in (math.inf, {"__float__": "Infinity"}):
         reject("time_step_limit", [low, high], instead=f"[{low}, Infinity]")
@@ -101,6 +102,45 @@ def _write_granite(model_config: ModelConfig) -> Values:
         "shared_intermediate_size": shared or 0,
         **({"time_step_limit": [low, math.inf]} if low else {}),
     }
+
+
+def _read_falcon_h1(raw: Raw) -> Values:
+    """Factors on inputs are part of those on what linear layers without biases make of them."""
+    inner, normed = raw["mamba_d_ssm"] or raw["mamba_expand"] * raw["hidden_size"], raw["mamba_rms_norm"]
+    if normed and raw["mamba_norm_before_gate"]:
+        reject("mamba_norm_before_gate", True, instead="false")
+    of_input, of_mamba = raw["attention_in_multiplier"], raw["ssm_in_multiplier"]
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    gate, down = raw.get("mlp_multipliers") or (1.0, 1.0)
+    return _read_mamba(raw, inner) | {
+        "attention_output_multiplier": of_input * raw["attention_out_multiplier"],
+        "logits_scaling": _rounded(1 / raw["lm_head_multiplier"]),
+        "mamba.multipliers": [of_mamba * factor for factor in raw.get("ssm_multipliers") or [1.0] * 5],
+        "mlp_gate_multiplier": gate,
+        "mlp_output_multiplier": down,
+        "softmax_scale": _rounded(raw["key_multiplier"] * of_input**2 * head_dim**-0.5),
+    }
+
+
+def _write_falcon_h1(model_config: ModelConfig) -> Values:
+    shape, scale, low = ModelShape.of(model_config), model_config.softmax_scale, model_config.mamba.time_step_min
+    return {
+        "attention_out_multiplier": model_config.attention_output_multiplier,
+        "key_multiplier": 1.0 if scale is None else _rounded(scale * shape.head_dim**0.5),
+        "lm_head_multiplier": _rounded(1 / model_config.logits_scaling),
+        "mamba_d_head": shape.mamba.head_dim,
+        "mamba_d_ssm": shape.mamba_heads * shape.mamba.head_dim,
+        "mamba_n_heads": shape.mamba_heads,
+        "mamba_norm_before_gate": False,
+        "mlp_multipliers": [model_config.mlp_gate_multiplier, model_config.mlp_output_multiplier],
+        "ssm_multipliers": model_config.mamba.multipliers,
+        **({"time_step_limit": [low, math.inf]} if low else {}),
+    }
+
+
+def _rounded(value: float) -> float:
+    """Twelve digits: what is written reads back equal."""
+    return float(f"{value:.12g}")
 
 
 def _read_lfm2(raw: Raw) -> Values:
@@ -240,6 +280,7 @@ def _read_dsa(raw: Raw) -> Values:
 LAYER_PARTS: dict[str, Part] = {
     "nemotron_h_layers": Part(_read_pattern, _write_pattern),
     "granite_layers": Part(_read_granite, _write_granite),
+    "falcon_h1_layers": Part(_read_falcon_h1, _write_falcon_h1),
     "lfm2_layers": Part(_read_lfm2, _write_lfm2),
     "linear_layers": Part(_read_linear_layers, _write_linear_layers),
     "kimi_linear": Part(_read_kimi_linear, _write_kimi_linear),

@@ -7,7 +7,7 @@ docs/layer_kinds.md describes how to add one.
 """
 
 from nanotrain.spec.declaration import LayerKind
-from nanotrain.spec.kinds import attention, delta_net, dsa, mamba, mlp, short_conv
+from nanotrain.spec.kinds import attention, attention_mamba, delta_net, dsa, mamba, mlp, short_conv
 
 MIXERS: dict[str, LayerKind] = {
     "attention": LayerKind(
@@ -41,6 +41,15 @@ MIXERS: dict[str, LayerKind] = {
     },
     "mamba2": LayerKind(
         mamba.declare, mamba.saved_bytes, mamba.sequence_flops, mamba.working_bytes, cp_bytes=mamba.cp_bytes
+    ),
+    "attention_mamba2": LayerKind(
+        attention_mamba.declare,
+        attention_mamba.saved_bytes,
+        attention_mamba.sequence_flops,
+        mamba.working_bytes,
+        parts=("attention", "mamba2"),
+        has_keys=True,
+        clipped_rows=attention.attention_rows,
     ),
     "short_conv": LayerKind(short_conv.declare, short_conv.saved_bytes, cp_bytes=short_conv.cp_bytes),
 }

@@ -27,7 +27,7 @@ def declare(declare: Declaration) -> Specs:
         of_heads("step_bias", heads, init=STEPS),
         of_heads("decay", heads, init=DECAY_RATES),
         of_heads("skip", heads),
-        *grouped("norms", [of_heads("norm", widths["value"])]),
+        *grouped("norms", [of_heads("norm", widths["value"])] if mamba.rms_norm else []),
     )
     for name, width in projections.items():
         specs += nest(name, declare.column_linear(width, hidden))

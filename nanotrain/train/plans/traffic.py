@@ -154,12 +154,12 @@ def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
         for layers in (_layers(plan), recomputed_layers(plan, "core_attn"))
     )
     for name in filter(None, num_layers):
-        kind = MIXERS[name]
-        sent = of_core_attention if kind.cp_bytes is None else kind.cp_bytes(shape, rank)
-        num_again = again[name] if kind.has_keys or is_full else 0
-        for operation, (forward, backward) in sent.items():
-            num_bytes = num_layers[name] * (forward + backward) + num_again * max(0, forward - unsent)
-            yield ("cp", operation), plan.num_microbatches * num_bytes
+        for kind in (MIXERS[part] for part in MIXERS[name].parts or (name,)):
+            sent = of_core_attention if kind.cp_bytes is None else kind.cp_bytes(shape, rank)
+            num_again = again[name] if kind.has_keys or is_full else 0
+            for operation, (forward, backward) in sent.items():
+                num_bytes = num_layers[name] * (forward + backward) + num_again * max(0, forward - unsent)
+                yield ("cp", operation), plan.num_microbatches * num_bytes
 
 
 def experts(plan: Plan) -> Iterator[tuple[Key, int]]:

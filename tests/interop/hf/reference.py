@@ -11,6 +11,7 @@ from nanotrain.interop.hf.import_weights import import_weights
 from nanotrain.model.router_stats import expert_biases
 from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.spec.boxes import TensorBox
+from tests.interop.hf.hybrid_shapes import FALCON_H1, GRANITE, HYBRID, LFM2_MOE, NEMOTRON_H
 from tests.model.building import VOCAB, give_storage
 
 LLAMA_SHAPE = {
@@ -94,47 +95,6 @@ GEMMA3 = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}
 
 GPT_OSS = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7, "swiglu_limit": 0.4}
 
-NEMOTRON_H = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "ssm_state_size": 6,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 8,
-    "n_groups": 4,
-    "moe_intermediate_size": 24,
-    "moe_shared_expert_intermediate_size": 40,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 4,
-    "routed_scaling_factor": 2.5,
-    "n_group": 4,
-    "topk_group": 2,
-    "max_position_embeddings": 64,
-    "vocab_size": VOCAB,
-    "time_step_min": 0.05,
-}
-GRANITE = {
-    "mamba_n_heads": 8,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 6,
-    "shared_intermediate_size": 40,
-    "embedding_multiplier": 12.0,
-    "logits_scaling": 6.0,
-    "residual_multiplier": 0.22,
-    "attention_multiplier": 0.3,
-}
-HYBRID = ["linear_attention", "full_attention", "linear_attention"]
-LFM2_MOE = {
-    "num_hidden_layers": 3,
-    "layer_types": ["conv", "full_attention", "conv"],
-    "moe_intermediate_size": 24,
-    "num_experts": 6,
-    "num_experts_per_tok": 3,
-    "num_dense_layers": 1,
-    "routed_scaling_factor": 2.5,
-}
 DELTA_NET = {
     "num_hidden_layers": 4,
     "linear_num_key_heads": 2,
@@ -261,6 +221,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | GRANITE
         | {"num_local_experts": 0, "layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"},
     ),
+    "falcon_h1": ("FalconH1", LLAMA_SHAPE | SMALL_TOKENS | FALCON_H1),
+    "falcon_h1-norm": (
+        "FalconH1",
+        LLAMA_SHAPE
+        | SMALL_TOKENS
+        | FALCON_H1
+        | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "time_step_limit": (1.3, float("inf"))},
+    ),
     "lfm2": ("Lfm2", LLAMA_SHAPE | SMALL_TOKENS | {"full_attn_idxs": [1], "block_multiple_of": 16}),
     "lfm2_moe": ("Lfm2Moe", LLAMA_SHAPE | SMALL_TOKENS | LFM2_MOE),
     "qwen3_next": ("Qwen3Next", LLAMA_SHAPE | QWEN3_NEXT | {"mlp_only_layers": [1]}),
@@ -348,7 +316,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 EXPERT_BIASES = ("e_score_correction_bias", "feed_forward.expert_bias")
 # Models that are compared in fp64, and the package of transformers that has them.
-FP64_FAMILIES = ("nemotron_h", "granitemoehybrid", "lfm2", "qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear")
+FP64_FAMILIES = (
+    "nemotron_h",
+    "granitemoehybrid",
+    "falcon_h1",
+    "lfm2",
+    "qwen3_next",
+    "qwen3_5",
+    "olmo_hybrid",
+    "kimi_linear",
+)
 IN_FP64 = {name: name.partition("-")[0] for name in CONFIGS if name.startswith(FP64_FAMILIES)}
 IN_FP64 |= {name: name for name in ("deepseek_v32", "glm_moe_dsa")}  # not with YaRN, whose angles are in fp32
 CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}

@@ -12,11 +12,13 @@ from nanotrain.config.model import ModelConfig
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical
 from nanotrain.interop.hf.families import config_from_hf, config_to_hf, family_of
-from tests.interop.hf.reference import GRANITE, HYBRID, LFM2_MOE, LLAMA_SHAPE, NEMOTRON_H
+from tests.interop.hf.hybrid_shapes import FALCON_H1, GRANITE, HYBRID, LFM2_MOE, NEMOTRON_H
+from tests.interop.hf.reference import LLAMA_SHAPE
 
 MODELS: dict[str, dict[str, Any]] = {
     "nemotron_h": NEMOTRON_H | {"hybrid_override_pattern": "ME*-"},
     "granitemoehybrid": LLAMA_SHAPE | GRANITE | {"num_hidden_layers": 3, "layer_types": HYBRID, "mamba_expand": 2},
+    "falcon_h1": LLAMA_SHAPE | FALCON_H1,
     "lfm2": LLAMA_SHAPE | {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": LLAMA_SHAPE | LFM2_MOE,
 }
@@ -96,6 +98,9 @@ def test_the_width_of_an_mlp_of_lfm2_is_that_of_transformers(change: dict[str, A
         ("granitemoehybrid", {"time_step_limit": [0.0, 9.0]}, "time_step_limit"),
         ("granitemoehybrid", {"layer_types": ["conv"] * 3}, "layer_types: 'conv'"),
         ("granitemoehybrid", {"layer_types": HYBRID[:2]}, "of 2 layers"),
+        ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate"),
+        ("falcon_h1", {"projectors_bias": True}, "projectors_bias"),
+        ("falcon_h1", {"mamba_d_ssm": 49}, "mamba_d_head"),
         ("lfm2", {"conv_bias": True}, "conv_bias"),
         ("lfm2_moe", {"num_dense_layers": 3}, "num_dense_layers: 3"),
     ],

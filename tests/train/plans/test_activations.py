@@ -52,6 +52,8 @@ MODELS = {
     "kda": f"--linear-num-key-heads 4 {DELTA} kda",
     "Mamba-2": "--linear-attention-type mamba2 --mamba-num-groups 2 --mamba-head-dim 16 --mamba-state-dim 16",
     "sparse attention": DSA,
+    "attention beside Mamba-2": "--linear-attention-type attention_mamba2 --mamba-num-groups 2 --mamba-head-dim 16 "
+    "--mamba-state-dim 16 --mamba-multipliers 0.5 1 1 1 2 --mlp-gate-multiplier 1.2",
     "half layers": f"--linear-attention-type short_conv --num-layers 3 --hybrid-layer-pattern -*G {LLAMA}",
 }
 LAYOUTS = {

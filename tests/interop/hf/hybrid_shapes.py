@@ -1,0 +1,64 @@
+"""Entries of config.json of small models with Mamba-2 or short convolutions."""
+
+from tests.model.building import VOCAB
+
+NEMOTRON_H = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "ssm_state_size": 6,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 4,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "routed_scaling_factor": 2.5,
+    "n_group": 4,
+    "topk_group": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": VOCAB,
+    "time_step_min": 0.05,
+}
+
+GRANITE = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 6,
+    "shared_intermediate_size": 40,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 6.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.3,
+}
+
+FALCON_H1 = {
+    "mamba_d_ssm": 48,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 6,
+    "embedding_multiplier": 5.0,
+    "lm_head_multiplier": 0.3,
+    "mlp_multipliers": [0.8, 1.3],
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 2.0,
+    "attention_out_multiplier": 0.9,
+    "ssm_multipliers": [0.875, 1.25, 0.75, 1.125, 1.5],
+    "ssm_in_multiplier": 0.5,
+    "ssm_out_multiplier": 0.6,
+}
+
+LFM2_MOE = {
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "moe_intermediate_size": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "num_dense_layers": 1,
+    "routed_scaling_factor": 2.5,
+}
+
+HYBRID = ["linear_attention", "full_attention", "linear_attention"]
