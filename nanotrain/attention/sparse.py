@@ -17,7 +17,7 @@ in the forward, where its target is known, with respect to the index alone.
     B batch   Q queries   S keys   N heads   D head dim   I index heads   E width of an index head
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,7 @@ class IndexerLoss:
     scale: float | Tensor  # of the divergence of one query in the differentiated loss
     is_sparse: bool  # over the selected keys alone
     tp: Group  # ranks with other heads
-    count: Callable[[Tensor, int], None]  # the summed divergence of so many queries
+    sums: Tensor | None  # [2], to which the divergences and the number of queries are added; None: not counted
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,10 @@ def _select(index: Index, *, call: AttentionCall, query: Tensor, key: Tensor) ->
         scale = index.query[0, 0].numel() ** -0.5
         grads[0][:, rows] = (through @ index.key[:, :num_keys].to(dtype)).unflatten(1, (-1, weight.shape[2])) * scale
         grads[1][:, :num_keys] += through.mT @ index.query[:, rows].to(dtype).flatten(1, 2) * scale
-    if loss is not None:
-        loss.count(divergence, query.shape[0] * query.shape[1])
-        grads = [grad * loss.scale for grad in grads]
+    if loss is not None and loss.sums is not None:
+        loss.sums[0] += divergence
+        loss.sums[1] += query.shape[:2].numel()
+    grads = [grad * loss.scale for grad in grads] if loss is not None else grads
     like = (index.query, index.key, index.weight)
     return SelectedTiles(tuple(tiles), allowed.queries, allowed.keys, bits=bits), [
         grad.to(x.dtype) for grad, x in zip(grads, like, strict=True)

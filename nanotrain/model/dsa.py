@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from nanotrain.attention.sparse import Index, IndexerLoss
 from nanotrain.comm.autograd import concat_along
 from nanotrain.config.model import DSAConfig, ModelConfig
-from nanotrain.memory.recompute import Recompute
 from nanotrain.model.context import LayerContext, ModelParallel, TokenCache
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.norm import LayerNorm
@@ -94,16 +93,10 @@ class IndexerDivergence(StatefulModule):
         """
         if self.dsa.loss_coeff == 0 or not torch.is_grad_enabled():
             return None
-        recompute: Recompute = self.parallel.recompute
-        is_counted, scale = not (context.is_padding or recompute.is_recomputing), 0.0 * context.aux_loss_scale
-        if not context.is_padding:
-            scale = self.dsa.loss_coeff / (num_tokens * self.parallel.cp.size) * context.aux_loss_scale
-        count = self._count if is_counted else lambda divergence, num_queries: None
-        return IndexerLoss(scale, self.dsa.use_sparse_loss, self.parallel.tp.group, count)
-
-    def _count(self, divergence: Tensor, num_queries: int) -> None:
-        self.sums[0] += divergence
-        self.sums[1] += num_queries
+        coeff = 0.0 if context.is_padding else self.dsa.loss_coeff / (num_tokens * self.parallel.cp.size)
+        is_counted = not (context.is_padding or self.parallel.recompute.is_recomputing)
+        sums, tp = self.sums if is_counted else None, self.parallel.tp.group
+        return IndexerLoss(coeff * context.aux_loss_scale, self.dsa.use_sparse_loss, tp, sums)
 
 
 class SparseLatentAttention(MultiLatentAttention):

@@ -17,15 +17,12 @@ SHAPE = Shape(length=19)
 INPUTS = random_inputs(SHAPE, dtype=torch.float64)
 
 
-def index_of(*, topk: int, counted: list[float] | None = None, num_heads: int = 2) -> Index:
-    """A random index with few heads, so that many scores are 0; with a loss where its divergences are `counted`."""
+def index_of(*, topk: int, sums: Tensor | None = None, num_heads: int = 2) -> Index:
+    """A random index with few heads, so that many scores are 0; with a loss where its divergences are summed."""
     draw = torch.Generator().manual_seed(1)
     shapes = ((2, 19, num_heads, 6), (2, 19, 6), (2, 19, num_heads))
     tensors = [torch.randn(shape, generator=draw, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    if counted is None:
-        return Index(*tensors, topk)
-    group = Group.single_rank("tp")
-    loss = sparse.IndexerLoss(0.5, False, group, lambda divergence, num_queries: counted.append(divergence.item()))
+    loss = None if sums is None else sparse.IndexerLoss(0.5, False, Group.single_rank("tp"), sums)
     return Index(*tensors, topk, loss)
 
 
@@ -58,17 +55,18 @@ def test_a_mask_comes_back_from_its_bits(num_keys: int) -> None:
 
 @pytest.mark.parametrize("segment_ids", [None, segments(SHAPE)], ids=["causal", "documents"])
 def test_calls_of_some_queries_are_the_call_of_all(segment_ids: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, parts = list[float](), list[float]()
-    index = index_of(topk=3, counted=whole)
+    whole, parts = torch.zeros(2, 2, dtype=torch.float64)
+    index = index_of(topk=3, sums=whole)
     out = attend(index, range(19), segment_ids)
     grads = torch.autograd.grad(out.sum(), (index.query, index.key, index.weight))
     monkeypatch.setattr(sparse, "BLOCK_SCORES", 2 * 4 * 19 * 3)  # blocks of three queries and more
-    index = index_of(topk=3, counted=parts)
+    index = index_of(topk=3, sums=parts)
     of_parts = torch.cat([attend(index, queries, segment_ids) for queries in (range(8), range(8, 19))], dim=1)
     torch.testing.assert_close(of_parts, out, rtol=1e-13, atol=1e-13)
     expected = torch.autograd.grad(of_parts.sum(), (index.query, index.key, index.weight))
     torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-12)
-    assert sum(parts) == pytest.approx(sum(whole), rel=1e-12) and all(grad.any() for grad in grads)
+    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=0)
+    assert whole[1] == 2 * 19 and all(grad.any() for grad in grads)
 
 
 def test_a_query_that_may_select_all_keys_attends_to_all() -> None:

@@ -263,14 +263,10 @@ def _indices(raw: Raw) -> range:
 
 def _read_dsa(raw: Raw) -> Values:
     """Every layer has an indexer of its own, and experts as `first_k_dense_replace` says."""
-    layers = range(raw["num_hidden_layers"])
-    mlps = ["dense" if layer < (raw["first_k_dense_replace"] or 0) else "sparse" for layer in layers]
-    types: Values = {
-        "layer_types": ["indexed_attention" for _ in layers],
-        "indexer_types": ["full" for _ in layers],
-        "mlp_layer_types": mlps,
-    }
-    types |= {"index_topk_freq": 1, "index_topk_pattern": "F" * len(layers)}
+    number, num_dense = raw["num_hidden_layers"], raw["first_k_dense_replace"] or 0
+    types: Values = {"layer_types": ["indexed_attention"] * number, "indexer_types": ["full"] * number}
+    types |= {"mlp_layer_types": ["dense"] * num_dense + ["sparse"] * (number - num_dense)}
+    types |= {"index_topk_freq": 1, "index_topk_pattern": "F" * number}
     for entry, supported in types.items():
         if raw.get(entry, supported) not in (None, supported):
             reject(entry, raw[entry], instead=str(supported))

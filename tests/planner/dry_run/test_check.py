@@ -61,7 +61,7 @@ RECIPES: dict[str, tuple[Any, ...]] = {
     "qwen3_5_27b": (4, f"{FEWER} --linear-attention-freq 2 --global-batch-size 64", 1024, ""),
     "qwen3_5_35b_a3b": (4, LINEAR, 64, ""),
     "kimi_linear_48b_a3b": (4, f"{LINEAR} --moe-layer-freq [0]+[1]", 64, ""),
-    "deepseek_v32": (16, f"{DEEPSEEK} --expert-model-parallel-size 8 --global-batch-size 32"),
+    "deepseek_v32": (16, f"{DEEPSEEK} --expert-model-parallel-size 8 --global-batch-size 16 --seq-length 2048"),
     "deepseek_v3": (16, f"{DEEPSEEK} --expert-model-parallel-size 8 --global-batch-size 64", 2048, ""),
 }
 
