@@ -19,7 +19,7 @@ from tests.harness import run_ranks
 from tests.interop.hf.reference import CONFIGS, IN_FP64, reference
 from tests.laws.worlds import GLOBAL_BATCH, VOCAB_SIZE, Case, UnevenDataset, train_layouts
 
-ROWS = ("deepseek_v32", "glm_moe_dsa", "kimi_linear", "nemotron_h", "qwen3_5")
+ROWS = ("deepseek_v32", "glm_moe_dsa", "kimi_linear", "nemotron_h", "qwen3_5-tied")
 STEPS, WITHIN = 10, 5e-7  # relative
 LAYOUTS: dict[int, list[dict[str, Any]]] = {  # by number of ranks
     1: [{}],
@@ -96,4 +96,4 @@ def case_of(folder: Path, parallel: dict[str, Any]) -> Case:
         parallel = parallel | {"cp_comm_type": "allgather"}
     optim = ADAMW | {"lr_decay_style": "constant", "clip_grad": 0.0}
     case = Case(STEPS).but(model=asdict(model), checkpoint={"pretrained_checkpoint": str(folder)}, parallel=parallel)
-    return case.but(optim=optim, train={"micro_batch_size": GLOBAL_BATCH // 2})
+    return case.but(optim=optim, train={"micro_batch_size": GLOBAL_BATCH})

@@ -66,7 +66,13 @@ QWEN = {  # what the three have in common
     "num_attention_heads": 16,
     "num_key_value_heads": 2,
     "rms_norm_eps": 1e-06,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
     "tie_word_embeddings": False,
 }
 EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "router_aux_loss_coef": 0.001}
@@ -74,7 +80,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # entries of the published config.json
     "qwen3_next_80b_a3b": QWEN
     | EXPERTS
     | {"model_type": "qwen3_next", "num_hidden_layers": 48, "num_experts": 512, "num_experts_per_tok": 10}
-    | {"norm_topk_prob": True, "vocab_size": 151936},
+    | {"norm_topk_prob": True, "vocab_size": 151936}
+    | {"rope_parameters": None, "rope_scaling": None, "rope_theta": 10000000, "partial_rotary_factor": 0.25},
     "qwen3_5_35b_a3b": QWEN
     | EXPERTS
     | {"model_type": "qwen3_5_moe_text", "num_hidden_layers": 40, "num_experts": 256, "num_experts_per_tok": 8}
