@@ -100,13 +100,14 @@ class LayerBytes(RankSizes):
         return [op._replace(saved=int(op.saved * factor)) for op in ops] if factor != 1.0 else ops
 
     def declared(self, name: str, layer: int, *, normed: int) -> list[Op]:
-        """What a kind keeps in nanotrain, and its linear layers."""
+        """What a kind keeps and its temporaries in nanotrain, and its linear layers."""
         kind, rank = MIXERS[name], cast(Any, self)
         weights = [spec for spec in kind.declare(Declaration(self.shape, "bf16", self.tp)) if spec.in_fp8]
         local = [(spec.shape[0] // self.tp, spec.shape[1]) for spec in weights[:-1]]
         outputs = sum(rows for rows, _ in local)
         kept = normed + kind.saved_bytes(rank, layer, modules=self.modules)
-        return [Op(kept, self.tokens * 2 * outputs * self.itemsize + self.hidden, tuple(local))]
+        gradients = self.tokens * 2 * outputs * self.itemsize + self.hidden
+        return [Op(kept, max(gradients, kind.working_bytes(rank)), tuple(local))]
 
     def attention(self, normed: int) -> list[Op]:
         """Projection of queries, keys and values, core attention, output projection."""

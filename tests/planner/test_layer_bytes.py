@@ -1,7 +1,7 @@
 """Bytes per operator in closed form: Korthikanti et al. (2022), section 4, where their terms are the same."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -9,6 +9,7 @@ from nanotrain.planner.layer_bytes import LayerBytes, Op
 from nanotrain.planner.memory import estimate_memory
 from nanotrain.planner.operators import Layers
 from nanotrain.spec.counts import layer_weights
+from nanotrain.spec.kinds import MIXERS
 from nanotrain.spec.stages import StageSpec
 from tests.planner.scenarios import llama
 
@@ -116,3 +117,14 @@ def test_layers_of_other_kinds_are_estimated_for_every_engine(kind: str) -> None
         assert flops[0] == pytest.approx(4 * flops[1], rel=0.15)
         assert flops[0] == pytest.approx(2 * layer_weights(one.shape)[0] * 2048, rel=0.4)  # of the tokens of a rank
         assert estimate_memory(one).activations > 0
+
+
+def test_sparse_attention_is_estimated_with_its_temporaries() -> None:
+    sparse = {"multi_latent_attention": True, "q_lora_rank": 256, "num_query_groups": None}
+    sparse |= {"experimental_attention_variant": "dsa"}
+    for tp in (1, 4):
+        scenario = llama(8, engine="nanotrain", tp=tp, **sparse)
+        layers = LayerBytes(scenario)
+        working = MIXERS["dsa"].working_bytes(cast(Any, layers))
+        assert working > 2**29 and max(op.working for op in layers.block(0)) >= working
+        assert sum(part.flops for part in Layers(scenario).block(0)) > 0
