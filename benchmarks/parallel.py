@@ -24,7 +24,11 @@ import torch
 from baselines import Shape
 from throughput import Contender, Figure, Job, Outcome, nanotrain_command, run, torch_command
 
-from nanotrain.train.plans.traffic import ATTENTION_BYTES, COUNT_BYTES, EXPERT_BYTES, TOKEN_TRIPS, AttentionShape
+from nanotrain.config.model import ModelConfig
+from nanotrain.spec.declaration import ContextRank
+from nanotrain.spec.kinds.attention import cp_bytes
+from nanotrain.spec.shape import ModelShape
+from nanotrain.train.plans.traffic import COUNT_BYTES, EXPERT_BYTES, TOKEN_TRIPS
 
 NUM_EXPERTS, TOPK, EXPERT_WIDTH = 8, 2, 256
 EVERY = 2  # one layer in EVERY has experts
@@ -99,10 +103,11 @@ def pp_sent(step: Step, *, num_stages: int) -> float:
 
 def cp_sent(step: Step, *, comm_type: str) -> float:
     """docs/parallel/cp.md on 2 ranks."""
-    shape, width = step.shape, step.shape.hidden // step.shape.heads
-    positions = step.micro_batch * shape.seq // 2
-    attention = AttentionShape(positions, shape.heads, shape.kv_heads, width, width, itemsize=BYTES)
-    return step.num_microbatches * shape.layers * sum(map(sum, ATTENTION_BYTES[comm_type](attention, 2).values()))
+    shape, num_positions = step.shape, step.micro_batch * step.shape.seq // 2
+    sizes = {"hidden_size": shape.hidden, "num_attention_heads": shape.heads, "num_query_groups": shape.kv_heads}
+    rank = ContextRank(0, 2, 1, step.micro_batch, BYTES, num_positions, comm_type)
+    sent = cp_bytes(ModelShape.of(ModelConfig(**sizes)), rank)
+    return step.num_microbatches * shape.layers * sum(map(sum, sent.values()))
 
 
 def ep_sent(step: Step) -> float:

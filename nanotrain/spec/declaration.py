@@ -204,6 +204,5 @@ class LayerKind:
     # of QK-clip: (heads, channels) of the rows of a query or key parameter, head by head, by the parameter's name;
     # heads are those that scale alike: "query", "key", "both" or "none"
     clipped_rows: Callable[[ModelShape], Mapping[str, tuple[tuple[str, int], ...]]] | None = None
-    # bytes that a rank sends over cp for a microbatch, forward and backward, by operation; without it core attention
-    # communicates
+    # bytes that a rank sends over cp for a microbatch, forward and backward, by operation
     cp_bytes: Callable[[ModelShape, "ContextRank"], Mapping[str, tuple[int, int]]] | None = None

@@ -199,6 +199,8 @@ def shortened(config: Config, world_size: int) -> Config:
     values = {"model.num_layers": num_layers, "train.global_batch_size": batch}
     if moe is not None and "*" in moe.layer_freq:
         values["model.moe.layer_freq"] = f"[0]*3+[1]*{num_layers - 3}"
+    if "[" in config.model.linear_attention_freq:
+        values["model.linear_attention_freq"] = "4"
     return with_values(config, values)
 
 

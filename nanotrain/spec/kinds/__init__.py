@@ -16,9 +16,15 @@ MIXERS: dict[str, LayerKind] = {
         attention.pair_flops,
         has_keys=True,
         clipped_rows=attention.attention_rows,
+        cp_bytes=attention.cp_bytes,
     ),
     "mla": LayerKind(
-        attention.mla, attention.mla_bytes, attention.pair_flops, has_keys=True, clipped_rows=attention.mla_rows
+        attention.mla,
+        attention.mla_bytes,
+        attention.pair_flops,
+        has_keys=True,
+        clipped_rows=attention.mla_rows,
+        cp_bytes=attention.cp_bytes,
     ),
     "dsa": LayerKind(
         dsa.declare,

@@ -2,8 +2,9 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from math import lcm
 
-from nanotrain.spec.declaration import Declaration, RankSizes, Specs, grouped, nest, norm, summed
+from nanotrain.spec.declaration import ContextRank, Declaration, RankSizes, Specs, grouped, nest, norm, summed
 from nanotrain.spec.params import Normal, Shard
 from nanotrain.spec.shape import ModelShape
 
@@ -102,3 +103,20 @@ def mla_rows(shape: ModelShape) -> Rows:
     query = (("query", mla.qk_head_dim), ("both", mla.qk_pos_emb_head_dim))
     key = (("key", mla.qk_head_dim), ("none", shape.value_head_dim))
     return {"query.weight": query, "query_up.weight": query, "kv_up.weight": key}
+
+
+def cp_bytes(shape: ModelShape, rank: ContextRank) -> dict[str, tuple[int, int]]:
+    """Keys and values, or with Ulysses heads, and their gradients; nothing for a way that is added from outside."""
+    heads, groups = shape.num_heads // rank.tp, max(1, shape.query_groups // rank.tp)
+    row = rank.num_positions * (shape.head_dim + shape.value_head_dim)  # elements of a head of keys and of values
+    key_values = (rank.size - 1) * row * groups * rank.itemsize
+    # in a ring gradients take one step more, in fp32
+    grads = key_values + rank.size * row * groups * max(FP32, rank.itemsize)
+    # key/value heads are repeated until cp divides them
+    exchanged = row * (heads + lcm(groups, rank.size)) * rank.itemsize * (rank.size - 1) // rank.size
+    by_type = {
+        "allgather": {"all_gather": (key_values, 0), "reduce_scatter": (0, key_values)},
+        "p2p": {"p2p": (key_values, grads)},
+        "a2a": {"all_to_all": (exchanged, exchanged)},
+    }
+    return by_type.get(rank.comm_type, {})

@@ -3,20 +3,18 @@
     data_parallel   gradients and parameters: dp_shard, dp_replicate, expert_dp_shard, expert_dp_replicate
     embedding       gradients of the tied embedding: embed
     pipeline        hidden states and their gradients: pp
-    attention       keys, values and outputs: cp, by core attention
+    attention       keys, values, outputs and states: cp, by kind of layer
     experts         tokens: ep, etp; for routers that choose every expert equally often, and as many nodes per token as
                     there can be
     matrices        hidden matrices of Muon: shard and replicate groups, tp, etp
 
 The counts equal those of `comm/group.py` in a run; a recomputed forward counts twice. Not included: tensor
-parallelism, fp8 amaxes over its groups, router statistics, attention logits of QK-clip, control traffic, and core
-attentions without an entry in `ATTENTION_BYTES`.
+parallelism, fp8 amaxes over its groups, router statistics, attention logits of QK-clip and control traffic.
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from nanotrain.comm.group import reduced_bytes
 from nanotrain.config.model import MoEConfig
@@ -37,27 +35,6 @@ from nanotrain.train.plans.plan import BufferPlan, Plan, StagePlan
 Key = tuple[str, str]  # group, operation
 COUNT_BYTES = 4  # token counts are int32
 TOKEN_TRIPS = 4  # dispatch and combine, forward and backward
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """One attention layer on one cp rank."""
-
-    positions: int  # B * S / cp
-    num_heads: int  # query heads per tp rank
-    num_groups: int  # key/value heads per tp rank
-    head_dim: int  # head dimension of queries and keys
-    value_head_dim: int  # head dimension of values
-    itemsize: int  # bytes per element of the activations
-
-    def key_value_bytes(self, *, itemsize: int = 0) -> int:
-        """Bytes of the keys and values of this rank; `itemsize` is at least this many bytes per element."""
-        width = self.head_dim + self.value_head_dim
-        return self.positions * self.num_groups * width * max(itemsize, self.itemsize)
-
-    def output_bytes(self, size: int) -> int:
-        """Bytes of the output that Ulysses sends."""
-        return reduced_bytes(self.positions * self.num_heads * self.value_head_dim * self.itemsize, size)
 
 
 def sent_bytes(plan: Plan) -> dict[Key, int]:
@@ -135,27 +112,20 @@ def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
     size, tp, itemsize = group.size, plan.groups["tp"].size, Precision.of(config.precision).params.itemsize
     if size == 1:
         return
-    layer = AttentionShape(
-        positions=config.train.micro_batch_size * config.data.seq_length // size,
-        num_heads=shape.num_heads // tp,
-        num_groups=max(1, shape.query_groups // tp),
-        head_dim=shape.head_dim,
-        value_head_dim=shape.value_head_dim,
-        itemsize=itemsize,
-    )
     comm_type, num_sequences = config.parallel.cp_comm_type, config.train.micro_batch_size
-    rank = ContextRank(group.index, size, tp, num_sequences, itemsize, layer.positions, comm_type)
-    of_core_attention = ATTENTION_BYTES.get(config.parallel.cp_comm_type, lambda layer, size: {})(layer, size)
-    is_full = config.memory.recompute_granularity == "full"
-    # a core attention that runs again alone, not in a layer, ends at its last saved tensor: the output is not sent
-    unsent = 0 if is_full or config.parallel.cp_comm_type != "a2a" else layer.output_bytes(size)
+    positions = num_sequences * config.data.seq_length // size
+    rank = ContextRank(group.index, size, tp, num_sequences, itemsize, positions, comm_type)
+    is_full, unsent = config.memory.recompute_granularity == "full", 0
+    if comm_type == "a2a" and not is_full:
+        # a core attention that runs again alone, not in a layer, ends at its last saved tensor: the output is not sent
+        unsent = reduced_bytes(positions * shape.num_heads // tp * shape.value_head_dim * itemsize, size)
     num_layers, again = (
         Counter(shape.kinds(each)[0] for each in layers)
         for layers in (_layers(plan), recomputed_layers(plan, "core_attn"))
     )
     for name in filter(None, num_layers):
         for kind in (MIXERS[part] for part in MIXERS[name].parts or (name,)):
-            sent = of_core_attention if kind.cp_bytes is None else kind.cp_bytes(shape, rank)
+            sent = kind.cp_bytes(shape, rank) if kind.cp_bytes else {}
             num_again = again[name] if kind.has_keys or is_full else 0
             for operation, (forward, backward) in sent.items():
                 num_bytes = num_layers[name] * (forward + backward) + num_again * max(0, forward - unsent)
@@ -237,30 +207,6 @@ def matrices(plan: Plan) -> Iterator[tuple[Key, int]]:
             yield (getattr(groups, axis).name, "all_to_all"), numel * rule.dtype(config).itemsize
 
 
-def _all_gather_bytes(layer: AttentionShape, size: int) -> dict[str, tuple[int, int]]:
-    num_bytes = (size - 1) * layer.key_value_bytes()
-    return {"all_gather": (num_bytes, 0), "reduce_scatter": (0, num_bytes)}
-
-
-def _ring_bytes(layer: AttentionShape, size: int) -> dict[str, tuple[int, int]]:
-    """size - 1 steps of keys and values in forward and backward, and size steps of their gradients in fp32."""
-    key_values = (size - 1) * layer.key_value_bytes()
-    return {"p2p": (key_values, key_values + size * layer.key_value_bytes(itemsize=4))}
-
-
-def _ulysses_bytes(layer: AttentionShape, size: int) -> dict[str, tuple[int, int]]:
-    """Queries, keys, values and outputs, and their gradients; key/value heads are repeated until cp divides them."""
-    num_heads = layer.num_heads + math.lcm(layer.num_groups, size)
-    elements = layer.positions * num_heads * (layer.head_dim + layer.value_head_dim)
-    return {"all_to_all": (reduced_bytes(elements * layer.itemsize, size),) * 2}
-
-
-# bytes of a layer in a group of that size, by operation: in a forward and in its backward
-ATTENTION_BYTES: dict[str, Callable[[AttentionShape, int], dict[str, tuple[int, int]]]] = {
-    "allgather": _all_gather_bytes,
-    "p2p": _ring_bytes,
-    "a2a": _ulysses_bytes,
-}
 # bytes of a layer, from those of its tokens over all trips, those of the counts and the size of the group: tokens go to
 # the ranks of their experts and back, with the counts, and to every shard of an expert and back
 EXPERT_BYTES: dict[tuple[GroupName, str], Callable[[int, int, int], int]] = {

@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ import torch
 from nanotrain.parallel.cp import CORE_ATTENTIONS, build_core_attention
 from nanotrain.parallel.dp.units import GatherOrder
 from nanotrain.parallel.pp.actions import ActionKind
-from nanotrain.train.plans.traffic import ATTENTION_BYTES, AttentionShape, step_gathers
+from nanotrain.spec.declaration import ContextRank
+from nanotrain.spec.kinds.attention import cp_bytes
+from nanotrain.train.plans.traffic import step_gathers
 from tests.harness import run_ranks
 from tests.parallel.cp.sequences import Shape, random_inputs, shard
 
@@ -35,21 +39,18 @@ def sent_by_this_rank(ctx, comm_type, shape, dtype):
 @pytest.mark.parametrize("comm_type", list(CORE_ATTENTIONS))
 def test_measured_bytes_are_those_of_the_closed_form(comm_type, size):
     for shape, dtype in zip(SHAPES, (torch.float32, torch.bfloat16, torch.float64), strict=True):
-        layer = AttentionShape(
-            positions=shape.batch * shape.length // size,
-            num_heads=shape.heads,
-            num_groups=shape.groups,
-            head_dim=shape.head_dim,
-            value_head_dim=shape.value_head_dim,
-            itemsize=dtype.itemsize,
-        )
+        heads = {"num_heads": shape.heads, "query_groups": shape.groups}
+        sizes: Any = SimpleNamespace(**heads, head_dim=shape.head_dim, value_head_dim=shape.value_head_dim)
+        positions = shape.batch * shape.length // size
+        rank = ContextRank(0, size, 1, shape.batch, dtype.itemsize, positions, comm_type)
         sent = run_ranks(size, sent_by_this_rank, comm_type, shape, dtype, cp=size)
-        planned = {operation: sum(both) for operation, both in ATTENTION_BYTES[comm_type](layer, size).items()}
+        planned = {operation: sum(both) for operation, both in cp_bytes(sizes, rank).items()}
         assert sent == [planned] * size, shape
 
 
-def test_closed_forms_belong_to_core_attentions():
-    assert ATTENTION_BYTES.keys() <= CORE_ATTENTIONS.keys()  # one added from outside needs no closed form
+def test_a_way_that_is_added_from_outside_needs_no_closed_form():
+    sizes: Any = SimpleNamespace(num_heads=4, query_groups=2, head_dim=8, value_head_dim=8)
+    assert cp_bytes(sizes, ContextRank(0, 2, 1, 1, 2, 8, "mine")) == {}
 
 
 # embedding, five layers, final norm, head
