@@ -154,10 +154,11 @@ class FusedOperators:
         num_bytes = query.nbytes + key.nbytes + value.nbytes + math.prod(shape) * query.itemsize
         return self._run(_Work("attention", shape, num_bytes, 2 * num_bytes, flops), query, key, value)
 
-    def torch_rms_norm(self, x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
-        """torch's RMSNorm of CUDA: one operator forward, two backward (the gradients of input and weight)."""
-        work = _Work("elementwise", x.shape, 2 * x.nbytes, 5 * x.nbytes, backward_launches=2)
-        return self._run(work, x, weight)
+    def torch_rms_norm(self, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        """torch's RMSNorm of CUDA: one operator forward, backward one for the input and one for a weight."""
+        inputs = (x,) if weight is None else (x, weight)
+        work = _Work("elementwise", x.shape, 2 * x.nbytes, 5 * x.nbytes, backward_launches=len(inputs))
+        return self._run(work, *inputs)
 
     def permute_form(self) -> permute.PermuteForm:
         """The kernels of triton_permute.py: every row read and written once."""
