@@ -113,10 +113,10 @@ def cp_bytes(shape: ModelShape, rank: ContextRank) -> dict[str, tuple[int, int]]
     # in a ring gradients take one step more, in fp32
     grads = key_values + rank.size * row * groups * max(FP32, rank.itemsize)
     # key/value heads are repeated until cp divides them
-    exchanged = row * (heads + lcm(groups, rank.size)) * rank.itemsize * (rank.size - 1) // rank.size
+    all_to_all = row * (heads + lcm(groups, rank.size)) * rank.itemsize * (rank.size - 1) // rank.size
     by_type = {
         "allgather": {"all_gather": (key_values, 0), "reduce_scatter": (0, key_values)},
         "p2p": {"p2p": (key_values, grads)},
-        "a2a": {"all_to_all": (exchanged, exchanged)},
+        "a2a": {"all_to_all": (all_to_all, all_to_all)},
     }
     return by_type.get(rank.comm_type, {})
