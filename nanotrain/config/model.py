@@ -217,8 +217,8 @@ class ModelConfig:
     yarn: YarnConfig | None = section(YarnConfig, switch="position_embedding_type", value="yarn")
     linear_attention: LinearAttentionConfig | None = section(LinearAttentionConfig, prefix="linear_", switch="linear_attention_type")
     mamba: MambaConfig = section(MambaConfig, prefix="mamba_")
-    mla: MLAConfig | None = section(MLAConfig, switch="multi_latent_attention")
     dsa: DSAConfig | None = section(DSAConfig, prefix="dsa_indexer_", switch="experimental_attention_variant")
+    mla: MLAConfig | None = section(MLAConfig, switch="multi_latent_attention")
     moe: MoEConfig | None = section(MoEConfig, prefix="moe_", switch="num_experts")
     mtp: MTPConfig = section(MTPConfig, prefix="mtp_")
 
