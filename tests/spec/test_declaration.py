@@ -26,4 +26,6 @@ def test_ends_of_a_group_send_one_halo_and_others_two() -> None:
 
 def test_every_kind_has_a_module_and_linear_ones_a_name() -> None:
     assert MIXERS.keys() == MIXER_MODULES.keys()
-    assert {*get_args(LinearAttentionType)} == {name for name, kind in MIXERS.items() if not kind.has_keys}
+    assert {*get_args(LinearAttentionType)} == {
+        name for name, kind in MIXERS.items() if kind.parts or not kind.has_keys
+    }
