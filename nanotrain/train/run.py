@@ -157,11 +157,6 @@ class Run(BuiltModel):
         """Factor of the summed loss; gradient averaging divides by its second factor, the optimizer by the first."""
         return self.optimizer.loss_scale.scale * self.plan.num_averaged_ranks
 
-    @property
-    def adds_grads_in_forward(self) -> bool:
-        """Whether the loss adds the weight gradient of the head in its forward: no backward runs at the same time."""
-        return not self.config.parallel.overlap_moe_expert_parallel_comm
-
     def data_stage_at(self, consumed_samples: int) -> str | None:
         """The data stage of the batch that starts at `consumed_samples`; None without data stages."""
         dataset = self.batches.dataset

@@ -142,7 +142,7 @@ def contexts(run: Run, batch: GlobalBatch, *, loss_scale: float | Tensor) -> lis
     """The microbatches of the next step with loss scales, dropout seed and the fields of the parts."""
     cp, fields, seed = run.context.groups["cp"], run.parts.context(batch), batch.settings.dropout_seed
     fields |= {"aux_loss_scale": run.loss_scale / batch.settings.num_sequences}
-    fields |= {"loss_scale": loss_scale if run.adds_grads_in_forward else None}
+    fields |= {"loss_scale": loss_scale if run.config.parallel.adds_grads_in_forward else None}
     return [BatchContext.of(part, cp=cp, dropout_seed=seed, **fields) for part in batch.microbatches]
 
 
