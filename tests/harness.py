@@ -213,7 +213,9 @@ def forkserver() -> Any:
 
 def _start(target: Callable[..., None], *args: Any) -> _Child:
     ours, theirs = forkserver().Pipe()
-    process = forkserver().Process(target=_run_and_exit, args=(target, *args, theirs), daemon=True)
+    # of a test's server of objects; the others are those of the forkserver's start
+    environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    process = forkserver().Process(target=_run_and_exit, args=(environment, target, *args, theirs), daemon=True)
     process.start()
     theirs.close()
     return _Child(process, ours)
@@ -288,8 +290,9 @@ def _fail_hung(hung: list[int], world: _World) -> NoReturn:
     pytest.fail("\n".join([message, *stacks]), pytrace=False)
 
 
-def _run_and_exit(run: Callable[..., None], *args: Any) -> None:
+def _run_and_exit(environment: dict[str, str], run: Callable[..., None], *args: Any) -> None:
     """The main function of a process of ranks."""
+    os.environ.update(environment)
     gc.freeze()  # the trainer collects garbage at its start; a walk over what the server imported takes 0.2 s
     run(*args)
     os._exit(0)  # skip the teardown of the interpreter and of gloo, which takes longer than most tests

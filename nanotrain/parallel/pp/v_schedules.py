@@ -34,7 +34,7 @@ def zb_v(shape: PipelineShape) -> Schedule:
         ScheduleError: other than two stages per rank.
 
     >>> [str(action) for action in zb_v(PipelineShape(2, 2, 1)).actions[1]]
-    ['F1.0', 'F2.0', 'I2.0', 'I1.0', 'W2.0', 'W1.0']
+    ['F1.0', 'F2.0', 'I2.0', 'W2.0', 'I1.0', 'W1.0']
     """
     p, number = shape.num_ranks, max(shape.num_microbatches, 2 * shape.num_ranks - 1)
     phases = [
