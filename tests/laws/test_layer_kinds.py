@@ -132,7 +132,7 @@ def row(num_ranks: int, sizes: dict[str, Any], options: dict[str, Any], *args: A
 GATHER = {"cp_comm_type": "allgather"}
 A2A = {"cp_comm_type": "a2a"}
 LAYOUTS = [
-    row(2, {"strategy": "optim_grads", "tp": 2}, {}, "outputs"),
+    row(2, {"strategy": "optim_grads", "tp": 2}, {}, "outputs", 1),
     row(2, {"strategy": "optim", "tp": 2}, SP, "modules"),
     row(2, {"strategy": "optim", "cp": 2}, {}, "full", 1),
     row(4, {"strategy": "optim_grads", "cp": 4}, {}, "modules", 1),
@@ -140,9 +140,9 @@ LAYOUTS = [
     row(4, {"strategy": "optim", "cp": 4}, A2A, "outputs", 1),
     row(2, {"strategy": "optim", "pp": 2}, VPP, "modules", 3),
     row(2, {"strategy": "no_shard", "pp": 2}, ZB | stages("Et|tttttL"), "full", 3),
-    row(2, {"strategy": "optim_grads_params", "ep": 2}, {}, "full"),
+    row(2, {"strategy": "optim_grads_params", "ep": 2}, {}, "full", 1),
     row(4, {"strategy": "optim", "instances": 2}, {"outer_dp_sharding_strategy": "optim"}, "modules", 1),
-    row(4, {"strategy": "optim", "tp": 2, "cp": 2, "etp": 1, "ep": 2}, SP, "full"),
+    row(4, {"strategy": "optim", "tp": 2, "cp": 2, "etp": 1, "ep": 2}, SP, "full", 1),
     row(4, ZERO3 | {"tp": 2, "pp": 2, "etp": 1, "ep": 2}, SP | GPIPE, "modules", 3),
 ]
 
