@@ -25,7 +25,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
+from threading import Lock
 from typing import Any
 
 from nanotrain.errors import ConfigError
@@ -34,6 +36,8 @@ from nanotrain.quantities import count_of
 
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 # More layers than any model has; guards against `[1]*10**9`.
+# Held while a pattern is parsed: in Python before 3.11.5 two threads that parse at once fail (python/cpython#106905).
+PARSING = Lock()
 LONGEST_PATTERN = 10_000
 
 
@@ -122,7 +126,7 @@ def _all_but_every_nth(text: str, num_layers: int, *, field: str, values: str, f
 def _read_layers(text: str, num_layers: int, *, field: str, values: str, fix: str) -> int | tuple[bool, ...]:
     """A frequency, above the layers for 0; or a flag per layer; a ConfigError for text that is neither."""
     try:
-        value = read_node(ast.parse(text.strip(), mode="eval").body)
+        value = _parsed(text.strip())
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         value = -1
     if isinstance(value, int) and (value >= 1 or value == 0 and field != "moe_layer_freq"):
@@ -132,6 +136,12 @@ def _read_layers(text: str, num_layers: int, *, field: str, values: str, fix: st
     count = f", and this has {count_of(len(value), 'value')}" if isinstance(value, list) else ""
     why = f"it takes N for every Nth layer, or {values} for each of {count_of(num_layers, 'layer')}{count}"
     raise ConfigError(f"{field} is {text!r}", why=why, fix=fix)
+
+
+@cache
+def _parsed(text: str) -> Any:
+    with PARSING:
+        return read_node(ast.parse(text, mode="eval").body)
 
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
