@@ -36,9 +36,9 @@ from nanotrain.quantities import count_of
 
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 # More layers than any model has; guards against `[1]*10**9`.
-# Held while a pattern is parsed: in Python before 3.11.5 two threads that parse at once fail (python/cpython#106905).
-PARSING = Lock()
 LONGEST_PATTERN = 10_000
+# Held while a pattern is parsed: two threads that parse at once can fail in Python 3.11, with a SystemError.
+PARSING = Lock()
 
 
 def read_expert_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
