@@ -219,7 +219,8 @@ def test_products_hide_every_transfer_of_the_backward_of_layers_over_tp(
 
 def test_the_rows_have_every_axis_strategy_and_backend() -> None:
     assert len(ROWS) >= 20
-    assert {"tp", "pp", "cp", "ep", "etp", "instances"} <= {axis for row in ROWS for axis in row.sizes}
+    sizes = {name for row in ROWS for name in row.sizes}
+    assert sizes == {"tp", "pp", "cp", "ep", "etp", "instances", "schedule", "vpp"}
     assert {row.strategy for row in ROWS} == {"no_shard", "optim", "optim_grads", "optim_grads_params"}
 
 
