@@ -4,7 +4,7 @@ Engine nanotrain: the numbers that a run plans before it starts (train/plans). O
 gradients and optimizer state, and the operators of `layer_bytes.py` over the pipeline schedule.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import get_args
 
@@ -14,61 +14,23 @@ from nanotrain.planner.layer_bytes import FP32, INT64, LayerBytes, StagePeak
 from nanotrain.planner.scenario import Scenario
 from nanotrain.planner.stage_time import Numel, Stages
 from nanotrain.precision.dtypes import Precision
-from nanotrain.train.plans.memory_plan import FRAGMENTS, built_schedule, plan_memory, runtime_bytes
+from nanotrain.train.plans.memory_plan import MemoryPlan, built_schedule, plan_memory, runtime_bytes
 
 MIB = 2**20
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes of the heaviest rank at the peak."""
-
-    params: int  # model parameters, gathered units included
-    grads: int  # gradients
-    optimizer: int  # main parameters and optimizer state
-    activations: int  # what autograd keeps of the microbatches in flight
-    buffers: int  # buckets in flight
-    working: int  # temporaries of the operator at the peak
-    overhead: int  # CUDA context, NCCL and fragmentation
-    pp_index: int  # the heaviest pipeline rank
-    capacity: int  # bytes that a process can use
-
-    @property
-    def total(self) -> int:
-        """Peak of the allocated bytes."""
-        tensors = self.params + self.grads + self.optimizer
-        return tensors + self.activations + self.buffers + self.working
-
-    @property
-    def reserved(self) -> int:
-        """With what is not allocated by tensors."""
-        return self.total + self.overhead
-
-    @property
-    def headroom(self) -> int:
-        """Bytes that are left; negative where it does not fit."""
-        return self.capacity - self.reserved
-
-    @property
-    def fits(self) -> bool:
-        """Whether the GPU holds it."""
-        return self.headroom >= 0
-
-
-def estimate_memory(scenario: Scenario) -> MemoryEstimate:
+def estimate_memory(scenario: Scenario) -> MemoryPlan:
     """The memory of the pipeline rank that needs the most."""
     ranks = _different_ranks(scenario)
-    return max((memory_of_rank(scenario, rank) for rank in ranks), key=lambda estimate: estimate.total)
+    return max((memory_of_rank(scenario, rank) for rank in ranks), key=lambda plan: plan.total)
 
 
-def memory_of_rank(scenario: Scenario, pp_index: int) -> MemoryEstimate:
+def memory_of_rank(scenario: Scenario, pp_rank: int) -> MemoryPlan:
     """The memory of the ranks of a pipeline stage."""
-    if scenario.engine.name == "nanotrain":
-        parts = _planned(scenario, pp_index)
-    else:
-        parts = _estimated(scenario, pp_index)
-        parts["overhead"] = _overhead(scenario, sum(parts.values()))
-    return MemoryEstimate(**parts, pp_index=pp_index, capacity=scenario.gpu.memory_bytes)
+    if scenario.engine.name != "nanotrain":
+        return _estimated(scenario, pp_rank)
+    schedule = _in_flight_schedule(scenario)
+    return plan_memory(scenario.config, scenario.world_size, pp_rank=pp_rank, device="cuda", schedule=schedule)
 
 
 def _different_ranks(scenario: Scenario) -> list[int]:
@@ -88,14 +50,6 @@ def _in_flight_schedule(scenario: Scenario) -> Schedule:
     if name != "gpipe":
         shape = replace(shape, num_microbatches=min(shape.num_microbatches, 4 * shape.num_ranks))
     return built_schedule(name, shape)
-
-
-def _planned(scenario: Scenario, pp_index: int) -> dict[str, int]:
-    """Bytes by kind of the plan of a run of nanotrain."""
-    schedule = _in_flight_schedule(scenario)
-    plan = plan_memory(scenario.config, scenario.world_size, pp_rank=pp_index, device="cuda", schedule=schedule)
-    kinds = ("params", "grads", "optimizer", "activations", "working", "overhead")
-    return {kind: getattr(plan, kind) for kind in kinds} | {"buffers": plan.communication}
 
 
 def _state(scenario: Scenario, local: Numel) -> tuple[int, int, int]:
@@ -128,15 +82,15 @@ def _gathered(scenario: Scenario, elements: int) -> int:
     return low * (2 * layer + ends) + 2 * low * layer
 
 
-def _estimated(scenario: Scenario, pp_index: int) -> dict[str, int]:
-    """Bytes by kind of another program."""
-    stages, layers = scenario.stages[pp_index], LayerBytes(scenario)
+def _estimated(scenario: Scenario, pp_rank: int) -> MemoryPlan:
+    """The memory of another program."""
+    stages, layers = scenario.stages[pp_rank], LayerBytes(scenario)
     numel = Stages(scenario).numel(stages)
     peaks = {stage.index: layers.stage(stage) for stage in stages}
     weights = frozenset(weight for peak in peaks.values() for weight in peak.weights)
     # Transformer Engine returns a tensor of a weight's shape where the product has added its gradient to the buffer
     unused = sum(map(prod, weights)) * layers.itemsize if layers.fuses_wgrads else 0
-    kept, beside = _peak(peaks, _in_flight_schedule(scenario), pp_index=pp_index)
+    kept, beside = _peak(peaks, _in_flight_schedule(scenario), pp_rank=pp_rank)
     tokens = layers.tokens * 5 * INT64
     if scenario.sizes["pp"] > 1:  # hidden states and gradients on their way
         tokens += 3 * layers.hidden
@@ -146,20 +100,22 @@ def _estimated(scenario: Scenario, pp_index: int) -> dict[str, int]:
         tokens += 2 * (layers.columns * layers.itemsize * layers.tokens + layers.inside)
         tokens += layers.columns * layers.width  # measured: a further tensor of the weight's shape
     params, grads, optimizer = _state(scenario, numel)
-    return {
-        "params": params,
-        "grads": grads,
-        "optimizer": optimizer,
-        "activations": kept,
-        "buffers": unused + _gathered(scenario, numel.dense + numel.expert),
-        "working": beside + tokens + _workspaces(scenario),
-    }
+    return MemoryPlan(
+        pp_rank=pp_rank,
+        params=params,
+        grads=grads,
+        optimizer=optimizer,
+        activations=kept,
+        working=beside + tokens + _workspaces(scenario),
+        communication=unused + _gathered(scenario, numel.dense + numel.expert),
+        runtime=runtime_bytes(sum(scenario.sizes[axis] > 1 for axis in ("tp", "cp", "pp", "dp", "ep"))),
+    )
 
 
-def _peak(peaks: dict[int, StagePeak], schedule: Schedule, *, pp_index: int) -> tuple[int, int]:
+def _peak(peaks: dict[int, StagePeak], schedule: Schedule, *, pp_rank: int) -> tuple[int, int]:
     """Kept bytes and those beside them, at the moment with the most."""
     now, most = 0, (0, 0)
-    for action in schedule.freeing_first(pp_index):
+    for action in schedule.freeing_first(pp_rank):
         stage = peaks[action.stage]
         if action.kind is ActionKind.forward:
             now += stage.kept
@@ -178,9 +134,3 @@ def _workspaces(scenario: Scenario) -> int:
     # measured: runs with experts have the second one even if their layers are Megatron-LM's own
     is_local = "local layers" in scenario.features and scenario.shape.moe is None
     return own + (4 if is_old else 32) * MIB * (scenario.engine.name == "megatron" and not is_local)
-
-
-def _overhead(scenario: Scenario, total: int) -> int:
-    """What tensors do not use: the CUDA context, buffers of NCCL per group, and fragments of the allocator."""
-    groups = sum(scenario.sizes[axis] > 1 for axis in ("tp", "cp", "pp", "dp", "ep"))
-    return runtime_bytes(groups) + int(FRAGMENTS * total)

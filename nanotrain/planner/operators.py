@@ -7,7 +7,7 @@
 Forward runs parts in order, backward in reverse. What other operators do not hide of a collective is exposed.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import comb
@@ -23,9 +23,10 @@ from nanotrain.planner.kernels import (
     memory_s,
 )
 from nanotrain.planner.scenario import RankSizes, Scenario
-from nanotrain.spec.declaration import Declaration
+from nanotrain.spec.declaration import ContextRank, Declaration, LayerKind
 from nanotrain.spec.kinds import MIXERS
 
+UP_PROJECTIONS = ("query_up.weight", "kv_up.weight")  # of MLA, which are recomputed together
 GRAPH_LAUNCHES = 0.1  # launches that are left with CUDA graphs, which cannot hold the dispatch to experts
 ROUTER_LAUNCHES = 20  # scores, top k, losses, counts and their sums
 ROUTER_BYTES = 40  # per token and expert, forward: scores, probabilities and losses in fp32
@@ -147,27 +148,53 @@ class Layers(RankSizes):
     def block(self, layer: int) -> Parts:
         """A transformer block, by its index in the model."""
         mixer, mlp = self.shape.kinds(layer)
-        known = {"attention": self.attention, "mla": self.mla}
         parts: Parts = [] if mixer is None else [*self.norms(layer)]
         for kind in () if mixer is None else MIXERS[mixer].parts or (mixer,):
-            parts += known[kind](layer) if kind in known else self.declared(kind, layer)
+            parts += self.mixer(kind, layer)
         if mlp is not None:
             inner = self.experts() if mlp == "moe" else self.mlp("mlp", self.shape.ffn_size)
             parts += [*self.norms(layer), *inner]
         return parts
 
-    def declared(self, name: str, layer: int) -> Parts:
-        """The linear layers of a kind, by its parameters, and what it computes of the sequence at the peak."""
-        kind, seq_length = MIXERS[name], self.config.data.seq_length
-        parts: Parts = []
-        for spec in (spec for spec in kind.declare(Declaration(self.shape, self.dtype)) if spec.in_fp8):
-            sharded = spec.shards[0].dim if spec.shards else None
-            outputs, inputs = (size // (self.tp if dim == sharded else 1) for dim, size in enumerate(spec.shape))
-            tokens, mode = (self.outside, "") if sharded is None else (self.tokens, ("column", "row")[sharded])
-            parts += self.linear(spec.name, (tokens, outputs, inputs), mode=mode)
-        flops = kind.sequence_flops(self.shape, layer, seq_length=seq_length) / 3 * self.tokens / seq_length / self.tp
+    def mixer(self, kind: str, layer: int) -> Parts:
+        """Attention or what is in its place: products by its parameters, joined over a shared input."""
+        widths = Counter[tuple[str, str, int]]()
+        for spec in MIXERS[kind].declare(Declaration(self.shape, self.dtype)):
+            if spec.in_fp8:
+                mode = ("column", "row")[spec.shards[0].dim] if spec.shards else ""
+                name = "mla_up_proj" if spec.name in UP_PROJECTIONS else mode or spec.name.removesuffix(".weight")
+                widths[name, mode, spec.shape[1]] += spec.shape[0]
+        linears: dict[bool, Parts] = {False: [], True: []}
+        for (name, mode, inputs), outputs in widths.items():
+            split = {"column": (self.tp, 1), "row": (1, self.tp)}.get(mode, (1, 1))
+            size = (self.tokens if mode else self.outside, outputs // split[0], inputs // split[1])
+            linears[mode == "row"] += self.linear(name, size, mode=mode)
+        inside = {"attention": self.attention, "mla": self.mla}.get(kind, self.recurrence)
+        *others, core = inside(kind, layer)
+        return [*linears[False], *others, self._in_context(core, MIXERS[kind]), *linears[True]]
+
+    def recurrence(self, kind: str, layer: int) -> Parts:
+        """What a kind computes of the sequence, at the peak."""
+        seq_length = self.config.data.seq_length
+        flops = MIXERS[kind].sequence_flops(self.shape, layer, seq_length=seq_length) / 3
+        flops *= self.tokens / seq_length / self.tp
         seconds = flops / self.gpu.peak(self.dtype)
-        return [*parts[:-1], Part("linear_attn", seconds, 2 * seconds, launches=(10, 20, 0), flops=flops), parts[-1]]
+        return [Part("linear_attn", seconds, 2 * seconds, launches=(10, 20, 0), flops=flops)]
+
+    def _in_context(self, part: Part, kind: LayerKind) -> Part:
+        """What is computed of the sequence with the communication of context parallelism."""
+        if self.cp == 1 or kind.cp_bytes is None:
+            return part
+        rank = ContextRank(0, self.cp, self.tp, self.batch_size, self.itemsize, self.tokens, str(self.cp_comm_type))
+        sent, share = kind.cp_bytes(self.shape, rank), self.cp / (self.cp - 1)  # with what a rank sends to itself
+        for name, (forward, backward) in sent.items():
+            name = "all_gather" if name == "p2p" else name  # a ring sends as much
+            before, last = (self.collective("cp", name, num_bytes=share * size) for size in (forward, backward))
+            part = replace(part, group="cp", before=part.before + before, last=part.last + last)
+        if not kind.has_keys or sent.keys() != {"p2p"}:
+            return part
+        # a ring, beside the attention to the keys that are there
+        return replace(part, hides="tiles", pieces=self.cp, launches=(self.cp, 3 * self.cp, 0))
 
     def norms(self, layer: int) -> Parts:
         """The norm before attention or the MLP, and the addition to the residual stream after it."""
@@ -177,48 +204,34 @@ class Layers(RankSizes):
         add = self.memory("add", passes * self.outside * self.width, backward=passes * self.outside * self.width)
         return [norm] * sum(self.shape.norms_of(layer)) + [add]
 
-    def attention(self, layer: int) -> Parts:
-        """Query, key and value, rotary positions, core attention, output."""
-        shape, groups = self.shape, max(1, self.shape.query_groups // self.tp)
-        heads = shape.num_heads // self.tp
-        size = self.tokens, (heads + 2 * groups) * shape.head_dim, shape.hidden_size
-        parts = self.linear("qkv", size, mode="column")
-        rotated = self.tokens * (heads + groups) * shape.head_dim * self.itemsize
+    def attention(self, kind: str, layer: int) -> Parts:
+        """Rotary positions, norms of queries and keys, core attention."""
+        shape, heads, groups = self.shape, self.shape.num_heads // self.tp, max(1, self.shape.query_groups // self.tp)
+        rotated, parts = self.tokens * (heads + groups) * shape.head_dim * self.itemsize, Parts()
         passes = 2 if self.engine.fused else 6
         if self.config.model.has_rope:
             parts.append(self.memory("rope", passes * rotated, backward=passes * rotated, launches=(passes, passes)))
         if shape.has_qk_norm or shape.has_wide_qk_norm:
             parts.append(self.memory("qk_norm", 2 * rotated, backward=3 * rotated, launches=(2, 4)))
-        parts.append(self.core_attention(layer, (heads, groups)))
-        return parts + self.linear("out", (self.tokens, shape.hidden_size, heads * shape.head_dim), mode="row")
+        return [*parts, self.core_attention(layer, (heads, groups))]
 
-    def mla(self, layer: int) -> Parts:
-        """Multi-head latent attention: down-projections of each token, up-projections by head, attention, output."""
+    def mla(self, kind: str, layer: int) -> Parts:
+        """Norms of the compressed vectors, queries and keys put together with rotary positions, core attention."""
         shape, mla, heads = self.shape, self.shape.mla, self.shape.num_heads // self.tp
         assert mla is not None, "the caller checks it"
-        query = heads * shape.head_dim
-        if mla.q_lora_rank is None:
-            parts = self.linear("q", (self.tokens, query, shape.hidden_size), mode="column")
-        else:
-            parts = self.linear("q_down", (self.outside, mla.q_lora_rank, shape.hidden_size))
-            parts += self.linear("mla_up_proj", (self.tokens, query, mla.q_lora_rank), mode="column")
-        latent = mla.kv_lora_rank + mla.qk_pos_emb_head_dim
-        key_value = heads * (mla.qk_head_dim + mla.v_head_dim)
-        parts += self.linear("kv_down", (self.outside, latent, shape.hidden_size))
-        parts += self.linear("mla_up_proj", (self.tokens, key_value, mla.kv_lora_rank), mode="column")
         norms = self.outside * ((mla.q_lora_rank or 0) + mla.kv_lora_rank) * self.itemsize
-        parts.append(self.memory("layernorm", 2 * norms, backward=3 * norms, launches=(2, 4)))
-        rotated = self.tokens * heads * (2 * shape.head_dim) * self.itemsize  # queries and keys are put together
+        rotated = self.tokens * heads * (2 * shape.head_dim) * self.itemsize
         passes = 2 if self.engine.fused else 4
-        parts.append(self.memory("mla_up_proj", passes * rotated, backward=passes * rotated, launches=(passes, passes)))
-        parts.append(self.core_attention(layer, (heads, heads)))
-        return parts + self.linear("out", (self.tokens, shape.hidden_size, heads * shape.value_head_dim), mode="row")
+        return [
+            self.memory("layernorm", 2 * norms, backward=3 * norms, launches=(2, 4)),
+            self.memory("mla_up_proj", passes * rotated, backward=passes * rotated, launches=(passes, passes)),
+            self.core_attention(layer, (heads, heads)),
+        ]
 
     def core_attention(self, layer: int, heads: tuple[int, int]) -> Part:
-        """Scaled dot-product attention, with context parallelism."""
+        """Scaled dot-product attention."""
         shape, train, cp = self.shape, self.config.train, self.cp
-        comm_type = self.config.parallel.cp_comm_type if cp > 1 else ""
-        is_split = comm_type == "a2a"  # heads instead of the sequence
+        is_split = self.cp_comm_type == "a2a"  # heads instead of the sequence
         local = (max(1, heads[0] // cp), max(1, heads[1] // cp)) if is_split else heads
         seq = self.config.data.seq_length
         call = AttentionShape(
@@ -232,23 +245,8 @@ class Layers(RankSizes):
             dtype = "fp32" if self.gpu.is_cpu else self.dtype if self.dtype in ("bf16", "fp16") else "bf16"
             times = (attention_s(self.gpu, call, dtype=dtype, backward=each) for each in (False, True))
             forward, backward = (self.engine.attention_factor * seconds for seconds in times)
-        part = Part("core_attn", forward * share, backward * share, launches=(1, 3, 0), group="cp")
-        part = replace(part, flops=attention_work(call)[0] * share)
-        key_value = self.tokens * heads[1] * (shape.head_dim + shape.value_head_dim) * self.itemsize
-        if comm_type == "p2p":  # in a ring, beside the attention to the keys that are there
-            step = self.collective("cp", "all_gather", num_bytes=key_value * cp)
-            return replace(part, before=step, last=2 * step, hides="tiles", pieces=cp, launches=(cp, 3 * cp, 0))
-        if comm_type == "allgather":
-            gather, scatter = (
-                self.collective("cp", each, num_bytes=key_value * cp) for each in ("all_gather", "reduce_scatter")
-            )
-            return replace(part, before=gather, last=gather + scatter)
-        if is_split:
-            queries = self.tokens * heads[0] * self.itemsize
-            inputs = self.collective("cp", "all_to_all", num_bytes=queries * shape.head_dim + key_value)
-            output = self.collective("cp", "all_to_all", num_bytes=queries * shape.value_head_dim)
-            return replace(part, before=inputs, after=output, first=output, last=inputs)
-        return part
+        flops = attention_work(call)[0] * share
+        return Part("core_attn", forward * share, backward * share, launches=(1, 3, 0), flops=flops)
 
     def _math_attention(self, call: AttentionShape) -> tuple[float, float]:
         """Attention that writes its scores out; forward and backward."""

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from nanotrain.planner.memory import MemoryEstimate, estimate_memory
+from nanotrain.planner.memory import estimate_memory
 from nanotrain.planner.scenario import Scenario
 from nanotrain.planner.step_time import StepTime, predict_step
+from nanotrain.train.plans.memory_plan import MemoryPlan
 
 
 @dataclass(frozen=True)
@@ -12,11 +13,17 @@ class Prediction:
     """What the planner says about one scenario."""
 
     scenario: Scenario
-    memory: MemoryEstimate
+    memory: MemoryPlan
     time: StepTime
+
+    @property
+    def headroom(self) -> int:
+        """Bytes of the GPU that are left; negative where they do not suffice."""
+        return self.scenario.gpu.memory_bytes - self.memory.reserved
 
 
 def predict(scenario: Scenario) -> Prediction:
     """Memory and time of a scenario."""
     memory = estimate_memory(scenario)
-    return Prediction(scenario, memory, predict_step(scenario, memory_share=memory.total / memory.capacity))
+    time = predict_step(scenario, memory_share=memory.total / scenario.gpu.memory_bytes)
+    return Prediction(scenario, memory, time)

@@ -91,7 +91,7 @@ def predict_row(cells: dict[str, str], *, engine: str | None = None) -> RowPredi
         assumed.append("memory of the last pipeline rank")
     return RowPrediction(
         cells["id"],
-        fits="yes" if memory.fits else "no",
+        fits="yes" if prediction.headroom >= 0 else "no",
         memory_gib=f"{shown.total / 2**30:.3f}",
         step_time_s=f"{time.total:.6g}",
         tokens_per_s_per_gpu=f"{time.tokens_per_s_per_gpu:.6g}",
@@ -110,7 +110,7 @@ def _best(cells: dict[str, str], *, engine: str | None) -> tuple[Prediction, lis
     problem: NanotrainError = ConfigError("no micro-batch size divides the batch")
     names = [name for name in CHOICES if row.leaves_open(name)]
     for values in product(*(CHOICES[name] for name in names)):
-        if found and "recompute" in names and values[-1] != "none" and any(each[0].memory.fits for each in found):
+        if found and "recompute" in names and values[-1] != "none" and any(each[0].headroom >= 0 for each in found):
             continue
         chosen = Row(cells | dict(zip(names, values, strict=True)))
         try:
@@ -125,7 +125,7 @@ def _best(cells: dict[str, str], *, engine: str | None) -> tuple[Prediction, lis
         found.append((prediction, [*notes, *chosen.assumed]))
     if not found:
         raise problem
-    return max(found, key=lambda each: (each[0].memory.fits, each[0].time.tokens_per_s_per_gpu))
+    return max(found, key=lambda each: (each[0].headroom >= 0, each[0].time.tokens_per_s_per_gpu))
 
 
 def run_rows(table: Path, output: Path, *, engine: str | None = None) -> str:

@@ -1,6 +1,6 @@
 """One configuration on one machine, run by one engine: the question that the planner answers.
 
-Scenario --estimate_memory--> MemoryEstimate
+Scenario --estimate_memory--> MemoryPlan
          --predict_step-----> StepTime
 """
 

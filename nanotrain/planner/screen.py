@@ -1,21 +1,16 @@
 """What `nanotrain plan` prints: one screen, JSON, the picture of a step, and the table of a search."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from nanotrain.config.config import Config
 from nanotrain.config.schema import ENTRIES, argument_of
+from nanotrain.parallel.pp.draw import save_png
 from nanotrain.planner.prediction import Prediction
 from nanotrain.planner.search import Search, layout_of
-from nanotrain.planner.step_time import StepTime
+from nanotrain.planner.step_time import StepClock, StepTime
 from nanotrain.quantities import count_of, describe_bytes, describe_count
-
-KINDS = ("params", "grads", "optimizer", "activations", "buffers", "working", "overhead")  # of memory
-# by the first letter of a span
-COLORS = {"F": "#4c78a8", "B": "#f58518", "I": "#e45756", "W": "#72b7b2", "r": "#bab0ac"}
-NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "r": "gradient reduction"}
-MAX_RANKS = 16  # pipeline ranks of a picture
+from nanotrain.train.plans.memory_plan import ROWS
 
 
 def training_of(prediction: Prediction, tokens: float) -> dict[str, float]:
@@ -41,15 +36,15 @@ def screen(prediction: Prediction, *, tokens: float | None = None, change: Predi
         change: the next best change; None if there is none.
     """
     time, memory, scenario = prediction.time, prediction.memory, prediction.scenario
-    where = f" on pipeline rank {memory.pp_index}" if scenario.sizes["pp"] > 1 else ""
-    left = f"{describe_bytes(abs(memory.headroom))} {'are left' if memory.fits else 'too much'}"
+    where = f" on pipeline rank {memory.pp_rank}" if scenario.sizes["pp"] > 1 else ""
+    left = f"{describe_bytes(abs(prediction.headroom))} {'are left' if prediction.headroom >= 0 else 'too much'}"
     parts, speed = parts_of(time), time.tokens_per_s_per_gpu
     bound = max(parts, key=lambda name: parts[name])
     lines = [
         f"{count_of(scenario.world_size, 'GPU')} {scenario.gpu.name}, engine {scenario.engine.name}",
         f"layout      {layout_text(prediction)}",
-        f"memory      {describe_bytes(memory.reserved)} of {describe_bytes(memory.capacity)}{where}; {left}",
-        *(f"  {kind:<22}{describe_bytes(getattr(memory, kind)):>12}" for kind in KINDS if getattr(memory, kind)),
+        f"memory      {describe_bytes(memory.reserved)} of {describe_bytes(scenario.gpu.memory_bytes)}{where}; {left}",
+        *(f"  {kind:<22}{size:>12}" for kind, size in memory.rows().items()),
         f"step        {time.total:.3f} s, likely {time.low:.3f} to {time.high:.3f} s",
         *(f"  {name:<22}{s * 1e3:>9,.1f} ms{s / time.total:>7.1%}" for name, s in parts.items() if s > 5e-5),
         f"throughput  {speed:,.0f} tokens/s per GPU, {describe_count(speed * scenario.world_size)} in all, "
@@ -102,8 +97,9 @@ def as_values(prediction: Prediction, *, tokens: float | None = None) -> dict[st
         "world_size": scenario.world_size,
         "sizes": dict(scenario.sizes),
         "num_microbatches": scenario.pipeline.num_microbatches,
-        "fits": memory.fits,
-        "memory_bytes": asdict(memory) | {"total": memory.total},
+        "fits": prediction.headroom >= 0,
+        "memory_bytes": {name: getattr(memory, name) for name in (*ROWS, "pp_rank", "total")}
+        | {"capacity": scenario.gpu.memory_bytes},
         "step_s": {"total": time.total, "low": time.low, "high": time.high, **parts_of(time)},
         "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu,
         "mfu": time.mfu,
@@ -127,25 +123,8 @@ def _found_line(found: Prediction) -> str:
 
 
 def draw(prediction: Prediction, path: Path) -> None:
-    """Draw the timeline of one step: a row per pipeline rank, and one for its communication of data parallelism."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    rows = {
-        f"pp {rank} {stream}": [span for span in spans if span.stream == stream]
-        for rank, spans in enumerate(prediction.time.spans[:MAX_RANKS])
-        for stream in dict.fromkeys(span.stream for span in spans)
-    }
-    figure = Figure(figsize=(14, 1.2 + 0.3 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    for row, spans in enumerate(rows.values()):
-        bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in spans]
-        axes.broken_barh(bars, (row - 0.4, 0.8), color=[COLORS[span.name[0]] for span in spans])
-    kinds = sorted({span.name[0] for spans in rows.values() for span in spans}, key=[*NAMES].index)
-    handles = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in kinds]
-    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=len(kinds), frameon=False)
-    axes.set_yticks(range(len(rows)), [*rows])
-    axes.invert_yaxis()
-    axes.set_xlabel("ms")
-    axes.set_title(f"{layout_text(prediction)}: {prediction.time.total:.3f} s per step", fontsize=9)
-    figure.savefig(path, dpi=120)
+    """Draw the schedule of a step with the predicted times of its actions."""
+    timeline = StepClock(prediction.scenario).timeline()
+    drawn = 1 + max(span.action.microbatch for span in timeline.spans[0])
+    title = f"{layout_text(prediction)}: {prediction.time.total:.3f} s per step"
+    save_png(timeline, path, title=f"{title}; the first {count_of(drawn, 'microbatch')} alone")

@@ -122,7 +122,7 @@ def next_change(prediction: Prediction) -> Prediction | None:
     scenario, gpu = prediction.scenario, prediction.scenario.gpu
     engine, max_tp = scenario.engine.name, gpu.gpus_per_node
     space = Space(scenario.config, scenario.world_size, gpu=gpu, engine=engine, max_tp=max_tp)
-    longest = prediction.time.total if prediction.memory.fits else float("inf")
+    longest = prediction.time.total if prediction.headroom >= 0 else float("inf")
     for candidate in sorted(space.changes(scenario.config), key=lambda candidate: candidate.time.total):
         if candidate.time.total >= longest:
             break
@@ -138,10 +138,10 @@ def layout_of(config: Config) -> dict[str, Any]:
 
 def _checked(candidate: Candidate) -> list[Prediction]:
     """The layout, if its exact memory fits."""
-    if not memory_of_rank(candidate.scenario, 0).fits:
+    if memory_of_rank(candidate.scenario, 0).reserved > candidate.scenario.gpu.memory_bytes:
         return []
     prediction = predict(candidate.scenario)
-    return [prediction] if prediction.memory.fits else []
+    return [prediction] if prediction.headroom >= 0 else []
 
 
 def _falling(items: Iterable[T], bytes_of: Callable[[T], int], *, factor: float = 1.0) -> Iterator[T]:

@@ -8,11 +8,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
+from statistics import mean
 from typing import NamedTuple
 
 from nanotrain.optim.state import host_fraction
 from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape
 from nanotrain.parallel.pp.schedules import build_schedule
+from nanotrain.parallel.pp.simulate import Span, Timeline
 from nanotrain.planner.collectives import collective_s
 from nanotrain.planner.kernels import memory_s
 from nanotrain.planner.operators import Streams
@@ -28,15 +30,6 @@ HOST_UPDATE = 1.0e11  # bytes/s that an update on the host reads and writes
 UPDATE_LAUNCHES = 10  # operators of an update with fused loops over the parameters
 MIN_BUCKET = 40_000_000  # parameters of a gradient bucket where its size is not set, as Megatron-LM's
 BUCKET_PER_RANK = 1_000_000
-
-
-class Span(NamedTuple):
-    """What runs on a stream of a pipeline rank."""
-
-    name: str  # "F0.3", "reduce 0.2"
-    stream: str  # compute or dp
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -84,11 +77,6 @@ class StepTime:
         peaks = self.scenario.gpu.peak_flops
         return peaks.get("bf16") or peaks["fp16"]
 
-    @cached_property
-    def spans(self) -> tuple[tuple[Span, ...], ...]:
-        """Timeline of every pipeline rank, with all microbatches."""
-        return StepClock(self.scenario).timeline()
-
     @property
     def _range(self) -> float:
         exposed = sum(self.exposed.values()) + self.bubble
@@ -122,6 +110,7 @@ class Run:
     ends: list[float]
     finish: list[float]  # per rank: end of its last action or transfer
     waits: list[float]  # per rank: seconds in which it sends and does not compute
+    hidden: list[float]  # per rank: seconds of the transfers of tokens that pairs hide
 
     @property
     def duration(self) -> float:
@@ -136,7 +125,7 @@ class DataParallel:
     exposed: float  # reductions that end after the last backward
     gathers: float  # gathers of updated parameters that the forward waits for
     update: float  # the update
-    spans: list[Span]
+    reductions: float  # reductions, exposed or not
 
 
 def predict_step(scenario: Scenario, *, memory_share: float = 0.0) -> StepTime:
@@ -171,7 +160,7 @@ class StepClock:
             spent.add(self.stages.times[action])
         exposed = defaultdict(float, {group: number * seconds for group, seconds in spent.exposed.items()})
         compute, host = number * spent.compute, number * (sum(self.durations[each] for each in actions) - spent.seconds)
-        exposed["ep"] -= number * self.hidden_s(slowest)
+        exposed["ep"] -= run.hidden[slowest] + (number - lengths[0]) * self.hidden_s(runs)[slowest]
         exposed["pp"] = run.waits[slowest] * number / lengths[0]
         exposed["dp"] += ends[slowest].exposed
         bubble = max(0.0, total - compute - host - sum(exposed.values()))
@@ -190,11 +179,15 @@ class StepClock:
         """Seconds of a microbatch more: those between two runs, and at least those of the busiest rank."""
         if len(runs) == 1:
             return 0.0
-        ranks = range(self.shape.num_ranks)
-        spent = (sum(self.durations[action] for action in self._actions(runs[0], rank)) for rank in ranks)
-        actions = [seconds - self.pair_s(rank) for rank, seconds in enumerate(spent)]
-        busy = (each + waits / 2 / len(ranks) for each, waits in zip(actions, runs[0].waits, strict=True))
+        ranks, hidden = range(self.shape.num_ranks), self.hidden_s(runs)
+        spent = [sum(self.durations[action] for action in self._actions(runs[0], rank)) for rank in ranks]
+        busy = (spent[rank] - hidden[rank] + runs[0].waits[rank] / 2 / len(ranks) for rank in ranks)
         return max((runs[1].duration - runs[0].duration) / len(ranks), *busy)
+
+    def hidden_s(self, runs: Sequence[Run]) -> list[float]:
+        """Seconds per microbatch in the steady state that pairs hide, by rank."""
+        both = zip(runs[0].hidden, runs[-1].hidden, strict=True)
+        return [(after - before) / self.shape.num_ranks for before, after in both]
 
     def _actions(self, run: Run, rank: int) -> list[tuple[int, ActionKind]]:
         """Stages and kinds of the actions that a rank runs of every microbatch."""
@@ -208,7 +201,7 @@ class StepClock:
         order = order_of(self.scenario.config.parallel.pipeline_schedule, shape)
         transfer = self.transfer_s if shape.num_ranks > 1 else 0.0
         blocked = 0.0 if self.scenario.engine.p2p_overlap or shape.num_stages_per_rank > 1 else transfer
-        finish, waits = [0.0] * shape.num_ranks, [0.0] * shape.num_ranks
+        finish, waits, hidden = ([0.0] * shape.num_ranks for _ in range(3))
         starts, ends = [0.0] * len(order.steps), [0.0] * len(order.steps)
         for place, (rank, (kind, stage, _), needs, receives, sends, turn) in enumerate(order.steps):
             start = finish[rank]
@@ -218,36 +211,18 @@ class StepClock:
                 start = max(start, ends[order.steps[place + 1].needs] + transfer)
             starts[place], ends[place] = start, start + self.durations[stage, kind]
             if turn == 2:  # and are complete at the end
-                ends[place] -= self._hidden(order.steps[place - 1].action.stage, stage)
-                ends[place - 1] = ends[place]
+                seconds = self._hidden(order.steps[place - 1].action.stage, stage)
+                ends[place] = ends[place - 1] = ends[place] - seconds
+                hidden[rank] += seconds
             finish[rank] = ends[place] + blocked * sends
             waits[rank] += blocked * (sends + receives)
-        return Run(order, starts, ends, finish, waits)
+        return Run(order, starts, ends, finish, waits, hidden)
 
     @cached_property
     def _hidden(self) -> Callable[[int, int], float]:
         """Seconds that a pair of the forward of a stage and the backward of one hides."""
         specs = {spec.index: spec for stages in self.scenario.stages for spec in stages}
         return cache(lambda forward, backward: self.stages.hidden_s(specs[forward], specs[backward]))
-
-    def _pairs(self, rank: int, *, number: int) -> list[float]:
-        """What each pair of a rank hides, of a number of microbatches."""
-        order = order_of(self.scenario.config.parallel.pipeline_schedule, replace(self.shape, num_microbatches=number))
-        both = zip(order.steps, order.steps[1:], strict=False)
-        return [self._hidden(a.action.stage, b.action.stage) for a, b in both if a.turn == 1 and a.rank == rank]
-
-    def pair_s(self, rank: int) -> float:
-        """Seconds that the pairs of a microbatch hide on a rank where every action is in a pair."""
-        pairs = self._pairs(rank, number=simulated(self.shape)[-1]) if self.shape.has_pairs else []
-        return self.shape.num_stages_per_rank * sum(pairs) / max(1, len(pairs))
-
-    def hidden_s(self, rank: int) -> float:
-        """Seconds of a microbatch that pairs hide on a rank, the mean over the step."""
-        if not self.shape.has_pairs:
-            return 0.0
-        simulated_number, number = simulated(self.shape)[0], self.shape.num_microbatches
-        first = sum(self._pairs(rank, number=simulated_number))
-        return (first + (number - simulated_number) * self.pair_s(rank)) / number
 
     @property
     def num_nodes(self) -> float:
@@ -266,7 +241,7 @@ class StepClock:
     def data_parallel(self, run: Run, rank: int) -> DataParallel:
         """Reductions of gradients, the update and gathers of parameters of one pipeline rank."""
         scenario, stages, engine = self.scenario, self.stages, self.scenario.engine
-        numel, spans = stages.numel(scenario.stages[rank]), self._reductions(run, rank)
+        numel, (reductions, end) = stages.numel(scenario.stages[rank]), self._reductions(run, rank)
         updated = numel.dense / stages.shards[0] + numel.expert / stages.shards[1]
         update = memory_s(self.gpu, engine.optimizer_bytes * updated) + UPDATE_LAUNCHES * engine.launch_s
         if scenario.config.optim.optimizer_cpu_offload:
@@ -281,23 +256,22 @@ class StepClock:
                 number = max(1, round(sum(numel[:2]) / self._bucket_numel))
                 first = sum(self.durations[spec.index, ActionKind.forward] for spec in scenario.stages[rank])
                 gathers = max(gathers / number, gathers - first)
-        after = max((span.end for span in spans), default=0.0) - run.finish[rank]
-        return DataParallel(max(0.0, after), gathers, update, spans)
+        return DataParallel(max(0.0, end - run.finish[rank]), gathers, update, reductions)
 
     @property
     def _bucket_numel(self) -> int:
         size = self.scenario.engine.bucket_numel or self.scenario.config.parallel.ddp_bucket_size
         return size or max(MIN_BUCKET, BUCKET_PER_RANK * self.stages.shards[0])
 
-    def _reductions(self, run: Run, rank: int) -> list[Span]:
-        """The reductions of the gradient buckets of one rank, from the last backward of each of its stages on.
+    def _reductions(self, run: Run, rank: int) -> tuple[float, float]:
+        """Seconds of the reductions of one rank, and their end; from the last backward of each of its stages on.
 
         Gradients that are sharded were reduce-scattered in each backward; what is left is the sum over the replicas.
         """
         stages, engine = self.stages, self.scenario.engine
         scatters = stages.strategy == "optim" and not engine.zero_all_reduces
         is_scattered = stages.strategy in ("optim_grads", "optim_grads_params")
-        last, spans, itemsize = run.order.last_backwards, list[Span](), stages.precision.grads.itemsize
+        last, total, end, itemsize = run.order.last_backwards, 0.0, 0.0, stages.precision.grads.itemsize
         for spec in sorted(self.scenario.stages[rank], key=lambda spec: last[spec.index]):
             numel, place = stages.numel([spec]), last[spec.index]
             number = max(1, round(sum(numel[:2]) / self._bucket_numel))
@@ -308,19 +282,18 @@ class StepClock:
             seconds += stages.collective_s("all_reduce", shard, itemsize=itemsize, level="replicate")
             for index in range(number if seconds else 0):
                 ready = run.starts[place] + (run.ends[place] - run.starts[place]) * (index + 1) / number
-                ready = max(ready if stages.overlaps("grads") else run.finish[rank], spans[-1].end if spans else 0.0)
-                spans.append(Span(f"reduce {spec.index}.{index}", "dp", ready, ready + seconds))
-        return spans
+                end = max(ready if stages.overlaps("grads") else run.finish[rank], end) + seconds
+            total += number * seconds
+        return total, end
 
-    def timeline(self) -> tuple[tuple[Span, ...], ...]:
-        """What every pipeline rank runs in one step, with all microbatches."""
-        run = self.run(self.shape)
-        ranks: list[list[Span]] = [[] for _ in range(self.shape.num_ranks)]
+    def timeline(self) -> Timeline:
+        """The actions of the first microbatches, or of all if they are few; an average forward takes 1."""
+        run = self.run(replace(self.shape, num_microbatches=simulated(self.shape)[0]))
+        forwards = [seconds for (_, kind), seconds in self.durations.items() if kind is ActionKind.forward]
+        ranks, unit = [list[Span]() for _ in run.finish], mean(forwards)
         for step, start, end in zip(run.order.steps, run.starts, run.ends, strict=True):
-            ranks[step.rank].append(Span(str(step.action), "compute", start, end))
-        for rank, spans in enumerate(ranks):
-            spans += self.data_parallel(run, rank).spans
-        return tuple(map(tuple, ranks))
+            ranks[step.rank].append(Span(step.action, start / unit, end / unit, end / unit))
+        return Timeline(tuple(map(tuple, ranks)))
 
 
 def simulated(shape: PipelineShape) -> list[int]:

@@ -33,8 +33,8 @@ CASES = [(recipe, world_size) for recipe, world_sizes in RECIPES.items() for wor
 def test_a_recipe_fits_and_hides_its_communication(recipe: str, world_size: int) -> None:
     config = load([f"+config={recipe}"], to_train=False).config
     prediction = predict(scenario_of(config, world_size, gpu=gpu_of("h100"), engine="nanotrain"))
-    memory, time = prediction.memory, prediction.time
-    assert memory.fits, f"{memory.reserved:,} of {memory.capacity:,} bytes"
+    time = prediction.time
+    assert prediction.headroom >= 0, f"{prediction.memory.reserved:,} bytes"
     assert sum(time.exposed.values()) < MAX_EXPOSED * time.total, time.exposed
 
 

@@ -21,7 +21,7 @@ def result():
 def test_the_fastest_comes_first_fits_and_can_be_run_by_its_settings(result):
     config, gpu = load(SMALL).config, gpu_of("h100")
     times = [found.time.total for found in result.best]
-    assert times == sorted(times) and all(found.memory.fits for found in result.best)
+    assert times == sorted(times) and all(found.headroom >= 0 for found in result.best)
     chosen = load([*SMALL, *flags_of(result.best[0].scenario.config, config).split()]).config
     assert predict(scenario_of(chosen, 8, gpu=gpu)).time.total == times[0]
     bytes_of = [found.memory.total for found in result.frontier]
@@ -32,7 +32,7 @@ def test_no_layout_of_the_search_is_slower_than_one_by_hand(result):
     gpu, best = gpu_of("h100"), result.best[0].time.total
     for flags in (["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"], []):
         by_hand = predict(scenario_of(load([*SMALL, *flags]).config, 8, gpu=gpu))
-        assert not by_hand.memory.fits or best <= by_hand.time.total * 1.001
+        assert by_hand.headroom < 0 or best <= by_hand.time.total * 1.001
 
 
 def test_settings_of_the_command_line_stay():
@@ -60,7 +60,7 @@ def test_the_next_change_is_a_faster_layout_that_fits():
     config = load([*SMALL, "--recompute-granularity", "full"]).config
     prediction = predict(scenario_of(config, 8, gpu=gpu_of("h100")))
     change = next_change(prediction)
-    assert change is not None and change.memory.fits
+    assert change is not None and change.headroom >= 0
     assert change.time.total < prediction.time.total
 
 

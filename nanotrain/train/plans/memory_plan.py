@@ -57,11 +57,11 @@ class MemoryPlan:
     grads: int
     optimizer: int
     activations: int  # kept from forward to backward, at the peak of the schedule
-    in_flight: int  # forwards whose activations are kept at that peak
-    recompute: str  # what is recomputed, as the user sets it; empty for nothing
     working: int  # temporaries, the tokens of a step, and libraries of the process on a CPU
     communication: int  # pipeline messages, full-size gradient buckets, gathered units
     runtime: int  # on a GPU its context and NCCL
+    in_flight: int = 0  # forwards whose activations are kept at that peak
+    recompute: str = ""  # what is recomputed, as the user sets it; empty for nothing
     unplanned: str = ""  # what the plan leaves out, and is large
 
     @property
