@@ -284,8 +284,9 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _are_read_once(records: Sequence[Record], config: Config) -> bool:
     """Whether the data-parallel ranks together read every sample of every global batch exactly once."""
-    by_dp = {record.dp: record.reads for record in records}
-    if any(record.reads != by_dp[record.dp] for record in records):
+    readers = [record for record in records if any(record.reads)]  # stages in the middle of a pipeline read nothing
+    by_dp = {record.dp: record.reads for record in readers}
+    if any(record.reads != by_dp[record.dp] for record in readers):
         return False
     batches = [sorted(chain(*parts)) for parts in zip(*by_dp.values(), strict=True)]
     schedule = batch_schedule(config)

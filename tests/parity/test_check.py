@@ -170,8 +170,17 @@ def test_samples_read_twice_or_by_half_a_replica_are_found() -> None:
             Record(dp, losses=[1.0], grad_norms=[1.0], grads=grads(), reads=reads) for dp, reads in reads_by_dp.items()
         ]
         assert check(records).samples_read_once is is_right, reads_by_dp
-    half_of_a_replica = Record(0, losses=[1.0], grad_norms=[1.0], grads=grads(), reads=right[1])
-    assert not check([*records, half_of_a_replica]).samples_read_once  # two ranks of one replica read different samples
+        if is_right:
+            other_samples, none = (replace(records[0], reads=reads) for reads in (right[1], [[], []]))
+            assert not check([*records, other_samples]).samples_read_once  # two ranks of a replica read different ones
+            assert check([*records, none]).samples_read_once  # a stage between the first and the last
+            assert not check([none, records[1]]).samples_read_once
+
+
+def test_stages_between_the_first_and_the_last_are_compared_too() -> None:
+    config = small_config("+config=tiny", "--pipeline-model-parallel-size", "3", "--num-layers", "3", world=3)
+    report = report_of(config, 3, pp=3, strategy="no_shard")
+    assert report.holds, report.verdict
 
 
 # of the model, the batches and recomputation; each is in the small run of two ranks

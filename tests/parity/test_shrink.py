@@ -26,7 +26,7 @@ from tests.config.asking import validate
 RECIPES = sorted(path.stem for path in (config_dir() / "config").glob("*.yaml"))
 # Fields of the model section that are not sizes.
 UNCHANGED = (
-    *("position_embedding_type", "rotary_base", "use_rope_scaling", "normalization", "norm_epsilon", "activation"),
+    *("position_embedding_type", "rotary_base", "use_rope_scaling", "normalization", "activation"),
     *("add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"),
     *("multi_latent_attention", "moe.router_topk", "moe.router_score_function", "moe.router_pre_softmax"),
     *("moe.router_topk_scaling_factor", "moe.router_num_groups", "moe.router_group_topk"),
@@ -49,6 +49,8 @@ def assert_valid_and_alike(config: Config, world: int) -> None:
     validate_for_world(small, world)
     before, after = config.model, small.model
     assert all(value_of(before, key) == value_of(after, key) for key in UNCHANGED)
+    has_delta_rule = {"gated_delta_net", "kda"} & set(before.mixers)
+    assert after.norm_epsilon == (1e-2 if has_delta_rule else before.norm_epsilon)
     if not before.multi_latent_attention:
         assert before.num_attention_heads * after.query_groups == after.num_attention_heads * before.query_groups
     assert set(before.moe_layers) == set(after.moe_layers)
