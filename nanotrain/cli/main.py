@@ -117,10 +117,7 @@ def topology(argv: Sequence[str]) -> int:
         from nanotrain.parallel.pp.actions import PipelineShape
         from nanotrain.parallel.pp.draw import draw_schedule
 
-        num_ranks = parallel.pipeline_model_parallel_size
-        stages_per_rank = parallel.num_virtual_stages_per_pipeline_rank
-        sizes = num_ranks, stages_per_rank, args.num_microbatches or 2 * num_ranks
-        shape = PipelineShape(*sizes, has_pairs=parallel.overlap_moe_expert_parallel_comm)
+        shape = PipelineShape.of(parallel, args.num_microbatches or 2 * parallel.pipeline_model_parallel_size)
         print(draw_schedule(args.schedule, shape, png=args.png))
     return 0
 

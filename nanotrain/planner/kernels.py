@@ -16,17 +16,10 @@ from functools import cache, lru_cache
 from math import exp, log
 from typing import Any, NamedTuple
 
-from nanotrain.planner.hardware import DATA, GPU, gpus
+from nanotrain.planner.hardware import DATA, GPU, gpus, read_data
 
 LAUNCH_S = 2e-6  # from the start of a kernel to its first work, and from the last to its end
-BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp8_block": 1, "mxfp8": 1, "nvfp4": 0.5}
-# surfaces that stand in for a dtype, the best first
-SURFACES = {
-    "fp8": ("fp8", "bf16"),
-    "fp8_block": ("fp8_block", "fp8", "bf16"),
-    "mxfp8": ("fp8", "bf16"),
-    "nvfp4": ("nvfp4", "fp8", "bf16"),
-}
+BYTES, SURFACES = (read_data("dtypes")[name] for name in ("bytes", "surfaces"))
 # Products of weight gradients that add to an fp32 buffer take this much longer than the same product into bf16: SimuMax
 # 4dcaae5 configs/system, 144 shapes on a B200 (1.07) and 61 on an A100 (1.05). Those of input gradients take 1.00.
 ACCUMULATE_FACTOR = 1.06
@@ -70,7 +63,7 @@ def matmul_s(gpu: GPU, shape: tuple[int, int, int], *, dtype: str, num: int = 1,
     peak, reached = gpu.peak(dtype), gpu.reachable[dtype]
     work, written = (matmul_work(shape, dtype=dtype, num=num, accumulate=is_added) for is_added in (False, accumulate))
     axes, surfaces = tables()["grid"], tables()["matmul"][gpu.kernels]
-    surface = surfaces[next(name for name in SURFACES.get(dtype, ("bf16",)) if name in surfaces)]
+    surface = surfaces[next(name for name in SURFACES[dtype] if name in surfaces)]
     factor = interpolate(surface["values"], (axes["m"], axes["n"], axes["n"]), point=(m, n * num, k))
     factor *= ACCUMULATE_FACTOR if accumulate else 1.0
     seconds = factor * roofline_s(gpu, work, flops_per_s=peak * reached)

@@ -9,16 +9,16 @@ while its backward runs (`working`); `peak_of_backward` walks the operators back
 
 from collections.abc import Iterable
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from nanotrain.memory.block_transforms import recomputed_groups
-from nanotrain.planner.scenario import RankSizes, Scenario
-from nanotrain.spec.declaration import Declaration
+from nanotrain.planner.hardware import read_data
+from nanotrain.planner.scenario import Scenario
+from nanotrain.spec.declaration import Declaration, RankSizes
 from nanotrain.spec.kinds import MIXERS
 from nanotrain.spec.stages import StageSpec
 
 FP32, INT64 = 4, 8
-SHARES_IN_FP8 = {"fp8": 0.5, "fp8_block": 0.52, "mxfp8": 0.53, "nvfp4": 0.29}  # of an operand in both layouts
 HOPPER = ("h1", "h2", "h8", "gh")  # beginnings of names of GPUs
 
 
@@ -46,14 +46,15 @@ class LayerBytes(RankSizes):
     """
 
     def __init__(self, scenario: Scenario) -> None:
-        super().__init__(scenario)
+        super().__init__(scenario.config, scenario.shape, sizes=scenario.sizes)
+        self.scenario, self.engine = scenario, scenario.engine
+        self.columns = self.shape.padded_vocab_size // self.tp  # of the vocabulary
         config, self.model = scenario.config, scenario.config.model
         # of the kept input of a linear layer, relative to the data type of the activations
-        self.share_in_fp8 = SHARES_IN_FP8.get(scenario.matmul_dtype, 1.0)
+        self.share_in_fp8 = read_data("dtypes")["saved"].get(scenario.matmul_dtype, 1.0)
         self.hidden, self.inside = self.outside * self.width, self.tokens * self.width
         self.gathered = self.inside if self.outside < self.tokens else 0  # a backward gathers its input again
         self.statistics = self.outside * FP32 * (1 + self.shape.has_norm_bias)  # of a norm
-        self.modules = frozenset(config.memory.recomputed_modules)
         self.is_megatron = self.engine.name == "megatron"
         # whether matrix products add the gradients of weights to the buffer of gradients
         self.fuses_wgrads = self.is_megatron and config.parallel.gradient_accumulation_fusion is None
@@ -101,13 +102,13 @@ class LayerBytes(RankSizes):
 
     def declared(self, name: str, layer: int, *, normed: int) -> list[Op]:
         """What a kind keeps and its temporaries in nanotrain, and its linear layers."""
-        kind, rank = MIXERS[name], cast(Any, self)
+        kind = MIXERS[name]
         weights = [spec for spec in kind.declare(Declaration(self.shape, "bf16", self.tp)) if spec.in_fp8]
         local = [(spec.shape[0] // self.tp, spec.shape[1]) for spec in weights[:-1]]
         outputs = sum(rows for rows, _ in local)
-        kept = normed + kind.saved_bytes(rank, layer, modules=self.modules)
+        kept = normed + kind.saved_bytes(self, layer, modules=self.modules)
         gradients = self.tokens * 2 * outputs * self.itemsize + self.hidden
-        return [Op(kept, max(gradients, kind.working_bytes(rank)), tuple(local))]
+        return [Op(kept, max(gradients, kind.working_bytes(self)), tuple(local))]
 
     def attention(self, normed: int) -> list[Op]:
         """Projection of queries, keys and values, core attention, output projection."""

@@ -22,8 +22,8 @@ from nanotrain.planner.kernels import (
     matmul_s,
     memory_s,
 )
-from nanotrain.planner.scenario import RankSizes, Scenario
-from nanotrain.spec.declaration import ContextRank, Declaration, LayerKind
+from nanotrain.planner.scenario import Scenario
+from nanotrain.spec.declaration import ContextRank, Declaration, LayerKind, RankSizes
 from nanotrain.spec.kinds import MIXERS
 
 UP_PROJECTIONS = ("query_up.weight", "kv_up.weight")  # of MLA, which are recomputed together
@@ -124,7 +124,9 @@ class Layers(RankSizes):
     """
 
     def __init__(self, scenario: Scenario) -> None:
-        super().__init__(scenario)
+        super().__init__(scenario.config, scenario.shape, sizes=scenario.sizes)
+        self.scenario, self.engine = scenario, scenario.engine
+        self.columns = self.shape.padded_vocab_size // self.tp  # of the vocabulary
         self.gpu, self.dtype = scenario.machine, self.config.precision.params_dtype
 
     def collective(self, name: str, operation: str, *, num_bytes: float) -> float:

@@ -52,6 +52,10 @@ class Row:
             raise ConfigError(f"{column} is {text!r}", why="it takes a whole number of at least 1")
         return int(float(text))
 
+    def numbers(self, key: str) -> dict[str, int | None]:
+        """The numbers of the columns of a key of `data/rows.yaml`, by the setting that they state."""
+        return {setting: self.number(column) for setting, column in read_data("rows")[key].items()}
+
     def required(self, column: str) -> int:
         """A number that nothing else in the row implies."""
         if (number := self.number(column)) is None:
@@ -133,9 +137,7 @@ def scenario_of_row(row: Row, *, engine: str | None = None) -> Scenario:
 
 def _config(row: Row, engine: Engine) -> tuple[Config, int]:
     """The configuration and the number of ranks."""
-    values: dict[str, Any] = {
-        setting: row.number(column) or 1 for setting, column in read_data("rows")["numbers"].items()
-    }
+    values: dict[str, Any] = {setting: number or 1 for setting, number in row.numbers("numbers").items()}
     tp, pp, cp, _, micro = values.values()
     if not row.text("tp") and not row.text("pp") and (row.number("gpus") or 1) > 1:
         if engine.name != "fsdp2":
@@ -174,7 +176,7 @@ def _config(row: Row, engine: Engine) -> tuple[Config, int]:
 
 def _with_flags(row: Row) -> Config:
     """The configuration of Megatron-LM's flags, with its defaults."""
-    stated = {flag: number for flag, column in read_data("rows")["flags"].items() if (number := row.number(column))}
+    stated = {flag: number for flag, number in row.numbers("flags").items() if number}
     stated["max-position-embeddings"] = row.required("seq")
     config, ignored = _of_flags(tuple(f"{flag}={number}" for flag, number in stated.items()), row.cells["flags"])
     row.assumed += [f"flags left out: {ignored}"] if ignored else []
@@ -216,20 +218,20 @@ def _stated(row: Row) -> dict[str, Any]:
 
 def _known(row: Row) -> dict[str, Any]:
     """The published model with the sizes of a row; empty without one."""
-    sizes, kv = {column: row.number(column) for column in read_data("rows")["sizes"]}, row.text("kv_heads")
+    sizes, kv = row.numbers("sizes"), row.text("kv_heads")
     found = [
         model
         for model in read_data("models")
         if all(model.get(column) == size for column, size in sizes.items())
         and (not kv.isdigit() or kv == str(model.get("kv", kv)))
     ]
-    layers = row.number("layers") or 0
+    layers = row.required("layers")
     return min(found, key=lambda model: abs(model["layers"] - layers), default={})
 
 
 def _model(row: Row, known: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of the model section; `known` is the published model of the same sizes."""
-    layers, hidden, settings = row.required("layers"), row.required("hidden"), known.get("settings", {})
+    hidden, settings = row.required("hidden"), known.get("settings", {})
     heads = row.number("heads") or row.assume(max(1, hidden // 128), "heads not stated: 128 channels each")
     if "kv_channels" not in settings and hidden % heads:
         raise ConfigError(f"{heads} heads do not divide hidden {hidden}")
@@ -238,16 +240,8 @@ def _model(row: Row, known: Mapping[str, Any]) -> dict[str, Any]:
     ffn = row.number("ffn") or row.assume(4 * hidden, "ffn not stated: 4 x hidden")
     gated = known.get("gated", row.text("engine") == "nanotron" or groups < heads or ffn != 4 * hidden)
     tied = known.get("tied", bool(re.search(r"\btied", row.words("overlap_flags", "note"))))
-    values = {
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_query_groups": groups,
-        "vocab_size": row.number("vocab"),
-        "ffn_hidden_size": ffn,
-        "max_position_embeddings": row.required("seq"),
-        "untie_embeddings_and_output_weights": not tied,
-    }
+    row.facts |= {"heads": str(heads), "groups": str(groups), "ffn": str(ffn)}
+    values = row.numbers("model") | {"untie_embeddings_and_output_weights": not tied}
     values |= read_data("rows")["models"][gated] | settings
     return values | (_experts(row, known, ffn=ffn) if row.number("experts") else {})
 
@@ -265,12 +259,6 @@ def _experts(row: Row, known: Mapping[str, Any], *, ffn: int) -> dict[str, Any]:
     elif "dense" in known or shared:
         row.assumed.append(f"{dense} dense layers of ffn {dense_ffn} and shared expert of {shared}, as published")
     has_mtp = known.get("mtp") and layers == published and not re.search(r"w/o mtp|no mtp", row.text("note"))
-    return {
-        "ffn_hidden_size": dense_ffn,
-        "moe.num_experts": row.number("experts"),
-        "moe.router_topk": topk,
-        "moe.ffn_hidden_size": ffn,
-        "moe.layer_freq": settings.get("moe.layer_freq", f"[0]*{dense}+[1]*{layers - dense}"),
-        "moe.router_force_load_balancing": True,
-        "mtp.num_layers": 1 if has_mtp else None,
-    }
+    row.facts["dense_ffn"] = str(dense_ffn)
+    frequency = settings.get("moe.layer_freq", f"[0]*{dense}+[1]*{layers - dense}")
+    return row.numbers("experts") | {"moe.layer_freq": frequency, "mtp.num_layers": 1 if has_mtp else None}

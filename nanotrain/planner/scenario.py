@@ -17,7 +17,6 @@ from nanotrain.config.suggest import nearest_choice
 from nanotrain.errors import ConfigError
 from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.planner.hardware import GPU, Link, as_calibrated, read_data
-from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.counts import num_active_parameters
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec, even_shares, stages_of_lengths
@@ -126,26 +125,7 @@ class Scenario:
     @cached_property
     def pipeline(self) -> PipelineShape:
         """The arguments of the pipeline schedule."""
-        number = num_microbatches(self.config.train, self.sizes["dp"])
-        parallel = self.config.parallel
-        sizes = self.sizes["pp"], parallel.num_virtual_stages_per_pipeline_rank, number
-        return PipelineShape(*sizes, has_pairs=parallel.overlap_moe_expert_parallel_comm)
-
-
-class RankSizes:
-    """Sizes of what a rank of a scenario computes of one microbatch."""
-
-    def __init__(self, scenario: Scenario) -> None:
-        self.scenario, self.config, self.shape, self.engine = scenario, scenario.config, scenario.shape, scenario.engine
-        self.tp, self.cp, self.ep, self.etp = (scenario.sizes[axis] for axis in ("tp", "cp", "ep", "etp"))
-        self.itemsize = Precision.of(self.config.precision).params.itemsize  # of activations
-        self.batch_size = self.config.train.micro_batch_size
-        self.cp_comm_type = self.config.parallel.cp_comm_type if self.cp > 1 else None
-        self.tokens = self.batch_size * self.config.data.seq_length // self.cp
-        self.sequence_parallel = self.config.parallel.sequence_parallel and self.tp > 1
-        self.outside = self.tokens // (self.tp if self.sequence_parallel else 1)  # outside of tensor-parallel layers
-        self.width = self.shape.hidden_size * self.itemsize  # bytes of a token's hidden state
-        self.columns = self.shape.padded_vocab_size // self.tp  # of the vocabulary
+        return PipelineShape.of(self.config.parallel, num_microbatches(self.config.train, self.sizes["dp"]))
 
 
 @lru_cache(maxsize=256)

@@ -35,8 +35,6 @@ FIRST_SLICE = 4096  # the same, of the layouts that the search begins with
 SHARDED = STRATEGIES[1:]  # those that are tried, by rising communication
 LAYOUTS = read_data("layouts")
 FIRST: Values = LAYOUTS["first"]
-RECOMPUTED: list[Values] = LAYOUTS["recomputed"]
-SCHEDULES: list[Values] = LAYOUTS["schedules"]
 NAMES = (*FIRST, "cp_comm_type")  # settings of a layout
 AXES: Mapping[str, str] = LAYOUTS["axes"]  # whose sizes decide the parameters and the activations of a layer
 SHARD_RANKS = (8, 64, 512)  # of an optimizer instance, where state is sharded inside instances only
@@ -176,7 +174,7 @@ class Space:
     def candidates(self) -> Iterator[Candidate]:
         """Layouts of all sizes of tp, pp and ep; for each amount of recomputation the first strategy that may fit."""
         for sizes in self._sizes():
-            for recompute in RECOMPUTED[::2]:
+            for recompute in LAYOUTS["recomputed"][::2]:
                 for strategy in SHARDED:
                     values = {**sizes, **recompute, "data_parallel_sharding_strategy": strategy}
                     if (candidate := self.candidate(values)) is not None:
@@ -207,14 +205,14 @@ class Space:
 
     def _single_changes(self, values: Values) -> Iterator[Values]:
         """Other settings where they have an effect; sizes twice or half as large."""
-        yield from RECOMPUTED
+        yield from LAYOUTS["recomputed"]
         yield from ({"data_parallel_sharding_strategy": strategy} for strategy in SHARDED)
         for name in ("tensor_model_parallel_size", "context_parallel_size", "micro_batch_size"):
             yield from ({name: size} for size in (2 * values[name], values[name] // 2) if size)
         num_ranks = self.world_size // (values["tensor_model_parallel_size"] * values["pipeline_model_parallel_size"])
         yield from ({"num_distributed_optimizer_instances": max(1, num_ranks // size)} for size in SHARD_RANKS)
         if values["pipeline_model_parallel_size"] > 1:
-            yield from SCHEDULES
+            yield from LAYOUTS["schedules"]
         if values["context_parallel_size"] > 1:
             yield from ({"cp_comm_type": kind} for kind in ("p2p", "a2a"))
         if self.config.model.moe:

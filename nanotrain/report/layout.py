@@ -2,7 +2,6 @@
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from html import escape
 from io import BytesIO
 from itertools import product
@@ -103,9 +102,7 @@ def _label(grid: Grid, at: Mapping[str, int | None]) -> str:
 
 
 def _schedule(parallel: ParallelConfig, count: int, *, name: str) -> str:
-    num_ranks = parallel.pipeline_model_parallel_size
-    shape = PipelineShape(num_ranks, parallel.num_virtual_stages_per_pipeline_rank, count)
-    shape = replace(shape, num_microbatches=min(count, MICROBATCHES_PER_RANK * num_ranks))
+    shape = PipelineShape.of(parallel, min(count, MICROBATCHES_PER_RANK * parallel.pipeline_model_parallel_size))
     title = f"{parallel.pipeline_schedule}, {shape.num_microbatches} of {count} microbatches"
     picture = BytesIO()
     save_png(simulate(build_schedule(parallel.pipeline_schedule, shape)), picture, title=title)

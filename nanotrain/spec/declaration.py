@@ -13,11 +13,12 @@ The gradient of a parameter is summed over tp if each tp rank computes it from i
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Protocol
+from typing import Any
 
+from nanotrain.config.config import Config
 from nanotrain.spec.params import Constant, Normal, ParamSpec, Shard, Uniform
 from nanotrain.spec.shape import ModelShape
 
@@ -115,26 +116,32 @@ def summed(specs: Iterable[ParamSpec], axes: tuple[str, ...]) -> Specs:
     return tuple(replace(spec, grad_sum_axes=axes) for spec in specs)
 
 
-class RankSizes(Protocol):
-    """What one rank computes of a microbatch, as far as saved bytes depend on it."""
+class RankSizes:
+    """What one rank computes of a microbatch.
 
-    shape: ModelShape
-    tokens: int  # of the rank
-    batch_size: int  # sequences that they are of
-    cp: int  # ranks that share these sequences
-    cp_comm_type: str | None  # --cp-comm-type, with several of them
-    outside: int  # tokens outside of tensor-parallel layers
-    tp: int  # ranks of tp
-    itemsize: int  # bytes per element of activations
+    Args:
+        config: a validated configuration.
+        shape: shape of its model.
+        sizes: ranks of tp, cp, ep and etp.
+    """
 
-    def core_attention(self, layer: int, heads: tuple[int, int], *, modules: Collection[str]) -> int:
-        """Bytes that softmax attention keeps of so many query and key/value heads."""
+    # bytes that softmax attention keeps (layer, heads, *, modules), an MLP and a mixture of experts (modules), the
+    # inputs of both included; in the planner also other things about them
+    core_attention: Callable[..., Any]
+    dense: Callable[..., Any]
+    experts: Callable[..., Any]
 
-    def dense(self, modules: Collection[str]) -> int:
-        """Bytes that an MLP keeps, its input included."""
-
-    def experts(self, modules: Collection[str]) -> int:
-        """Bytes that a mixture of experts keeps, its input included."""
+    def __init__(self, config: Config, shape: ModelShape, *, sizes: Mapping[str, int]) -> None:
+        self.config, self.shape = config, shape
+        self.tp, self.cp, self.ep, self.etp = (sizes[axis] for axis in ("tp", "cp", "ep", "etp"))
+        self.modules = frozenset(config.memory.recomputed_modules)
+        self.cp_comm_type = config.parallel.cp_comm_type if self.cp > 1 else None
+        self.batch_size, self.seq_length = config.train.micro_batch_size, config.data.seq_length // self.cp
+        self.tokens = self.batch_size * self.seq_length  # of the rank
+        self.sequence_parallel = config.parallel.sequence_parallel and self.tp > 1
+        self.outside = self.tokens // (self.tp if self.sequence_parallel else 1)  # outside of tensor-parallel layers
+        self.itemsize = 4 if config.precision.params_dtype == "fp32" else 2  # of activations
+        self.width = shape.hidden_size * self.itemsize  # bytes of a token's hidden state
 
 
 @dataclass(frozen=True)

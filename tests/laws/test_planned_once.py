@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from nanotrain.parallel.pp.actions import Action
+from nanotrain.parallel.pp.actions import Action, PipelineShape
 from nanotrain.parallel.pp.schedules import build_schedule
 from nanotrain.parallel.pp.transfers import plan_rank
 from nanotrain.topology.topology import Topology
-from nanotrain.train.plans.plan import pipeline_shape
 from nanotrain.train.run import StepSchedules
 from nanotrain.train.step import train_step
 from tests.fake_world import fake_context
@@ -87,7 +86,7 @@ def test_nothing_is_planned_inside_a_step(name: str) -> None:
 def test_planning_inside_a_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def plan_again(self: StepSchedules, num_microbatches: int) -> Any:
         config, groups = self._plan.config, self._plan.groups
-        shape = pipeline_shape(config, groups, num_microbatches=num_microbatches)
+        shape = PipelineShape.of(config.parallel, num_microbatches)
         schedule = build_schedule(config.parallel.pipeline_schedule, shape)
         hash(schedule)  # as the key of a cache would
         return plan_rank(schedule, groups["pp"].index)

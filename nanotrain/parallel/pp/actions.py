@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import NamedTuple, Self
+
+from nanotrain.config.parallel import ParallelConfig
 
 
 class ActionKind(str, Enum):
@@ -76,6 +78,12 @@ class PipelineShape:
     num_stages_per_rank: int  # stages on each of them
     num_microbatches: int  # microbatches per step, at least 1
     has_pairs: bool = False  # whether forwards run in turns with backwards of other microbatches
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, num_microbatches: int) -> Self:
+        """The arguments of the configured pipeline."""
+        sizes = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+        return cls(*sizes, num_microbatches, has_pairs=parallel.overlap_moe_expert_parallel_comm)
 
     @property
     def num_stages(self) -> int:

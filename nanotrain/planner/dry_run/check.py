@@ -19,6 +19,7 @@ from nanotrain.config.schema import with_values
 from nanotrain.parallel.pp.transfers import plan_rank
 from nanotrain.planner.dry_run.agreement import RankClasses, disagreements, full_calls
 from nanotrain.planner.dry_run.rank import RankRecord, run_rank
+from nanotrain.planner.hardware import read_data
 from nanotrain.quantities import count_of, describe_bytes, table_lines
 from nanotrain.spec.boxes import Box
 from nanotrain.topology.groups import GroupName
@@ -140,15 +141,7 @@ def _few(config: Config, topology: Topology, *, fewest: bool = False) -> Config:
         few = 2 * pp
     elif config.parallel.pipeline_schedule == "gpipe":  # all are kept at once
         few = FEWEST if fewest else number
-    values = {
-        "parallel.overlap_moe_expert_parallel_comm": False,  # the actions of a pair after each other
-        "train.torch_compile": False,
-        "train.profile": False,
-        "train.eval_interval": 0,
-        "data.num_workers": 0,
-        "checkpoint.load": None,
-        "checkpoint.pretrained_checkpoint": None,
-    }
+    values = read_data("dry_run")["settings"]
     return with_batch_size(with_values(config, values), train.micro_batch_size * dp * min(few, number))
 
 

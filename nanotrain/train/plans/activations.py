@@ -14,6 +14,7 @@ from nanotrain.attention.backends import AttentionChoice, AttentionDevice, insta
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.parallel.tp.loss import chunk_tokens
 from nanotrain.precision.dtypes import Precision
+from nanotrain.spec.declaration import RankSizes
 from nanotrain.spec.kinds import MIXERS, MLPS
 from nanotrain.spec.stages import StageSpec
 from nanotrain.train.plans.plan import Plan
@@ -32,7 +33,7 @@ class StageBytes:
     freed: int = 0  # bytes of `kept` freed before the backward of the blocks begins
 
 
-class Activations:
+class Activations(RankSizes):
     """Bytes that the rank of a plan keeps of a microbatch.
 
     Args:
@@ -41,12 +42,10 @@ class Activations:
     """
 
     def __init__(self, plan: Plan, device: str) -> None:
-        config, self.shape, self.device = plan.config, plan.shape, device
+        config, self.device = plan.config, device
+        super().__init__(config, plan.shape, sizes={axis: spec.size for axis, spec in plan.groups.items()})
         attention = AttentionChoice.of(config, AttentionDevice(device, (9, 0), installed_torch()))
         self.attention = attention.backends
-        self.config, self.modules = config, frozenset(config.memory.recomputed_modules)
-        self.tp, self.cp, self.ep, self.etp = (plan.groups[axis].size for axis in ("tp", "cp", "ep", "etp"))
-        self.cp_comm_type = config.parallel.cp_comm_type if self.cp > 1 else None
         fusion, shards = config.parallel.gradient_accumulation_fusion, plan.data_parallel.strategy.shard_grads
         is_fused, is_shared = device == "cuda" if fusion is None else fusion, plan.shape.has_embedding_at_end
         self.writes_wgrads = is_fused and not shards
@@ -54,13 +53,7 @@ class Activations:
         precision = Precision.of(config.precision)
         can_add = precision.grads is torch.float32 and precision.params is not torch.float16
         self.writes_head = is_fused and can_add and not (shards and is_shared)
-        self.sequence_parallel = config.parallel.sequence_parallel
-        self.batch_size, self.seq_length = config.train.micro_batch_size, config.data.seq_length // self.cp
-        self.tokens = self.batch_size * self.seq_length
-        self.outside = self.tokens // (self.tp if self.sequence_parallel else 1)  # outside of tensor-parallel layers
         self.has_fp8 = config.precision.fp8 is not None
-        self.itemsize = precision.params.itemsize
-        self.width = self.shape.hidden_size * self.itemsize
         layers = [layer for stage in plan.stages for layer in (*stage.spec.layers, *stage.mtp_layers)]
         self.has_experts = any(map(self.shape.has_experts, layers))
 

@@ -167,10 +167,7 @@ def worst_memory(config: Config, world_size: int, *, device: str) -> MemoryPlan:
 def train_schedule(config: Config, world_size: int) -> Schedule:
     """The pipeline schedule of a training step, of all pipeline ranks."""
     parallel, dp_size = config.parallel, config.parallel.data_parallel_size(world_size)
-    sizes = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
-    shape = PipelineShape(
-        *sizes, num_microbatches(config.train, dp_size), has_pairs=parallel.overlap_moe_expert_parallel_comm
-    )
+    shape = PipelineShape.of(parallel, num_microbatches(config.train, dp_size))
     return built_schedule(parallel.pipeline_schedule, shape)
 
 

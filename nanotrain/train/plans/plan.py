@@ -230,7 +230,7 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         readers_per_sample=num_readers,
         unread_length=None if is_reader else config.data.seq_length,
     )
-    pipeline = pipeline_shape(config, groups, num_microbatches=sampler.num_microbatches)
+    pipeline = PipelineShape.of(config.parallel, sampler.num_microbatches)
     of_pipeline = partial(_rank_plan, config.parallel.pipeline_schedule, pipeline, rank=groups["pp"].index)
     return Plan(
         config=config,
@@ -256,16 +256,9 @@ def _readers(data: DataConfig, groups: Mapping[GroupName, GroupSpec], *, end_ran
     return groups["tp"].size * groups["cp"].size * len(readers), pp.index in readers
 
 
-def pipeline_shape(config: Config, groups: Mapping[GroupName, GroupSpec], *, num_microbatches: int) -> PipelineShape:
-    """The pipeline of this rank for a number of microbatches."""
-    parallel = config.parallel
-    sizes = groups["pp"].size, parallel.num_virtual_stages_per_pipeline_rank, num_microbatches
-    return PipelineShape(*sizes, has_pairs=parallel.overlap_moe_expert_parallel_comm)
-
-
 def plan_train_schedule(config: Config, groups: Mapping[GroupName, GroupSpec], *, num_microbatches: int) -> RankPlan:
     """The actions and transfers of this rank in a training step of `num_microbatches`."""
-    pipeline = pipeline_shape(config, groups, num_microbatches=num_microbatches)
+    pipeline = PipelineShape.of(config.parallel, num_microbatches)
     return _rank_plan(config.parallel.pipeline_schedule, pipeline, rank=groups["pp"].index)
 
 
