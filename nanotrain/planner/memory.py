@@ -128,9 +128,13 @@ def _peak(peaks: dict[int, StagePeak], schedule: Schedule, *, pp_rank: int) -> t
 
 
 def _workspaces(scenario: Scenario) -> int:
-    """Workspaces of matrix products: two of torch's, of forward and backward, and one of Transformer Engine."""
+    """Workspaces of matrix products: two of torch's, of forward and backward, and those of Transformer Engine.
+
+    It has one, four more for the streams of the products of experts, and three more for those beside collectives of tp.
+    """
     is_old = scenario.gpu.name.startswith(("a", "v", "l"))
     own = 2 * (8_519_680 if is_old and not scenario.config.train.deterministic_mode else 32 * MIB)
     # measured: runs with experts have the second one even if their layers are Megatron-LM's own
     is_local = "local layers" in scenario.features and scenario.shape.moe is None
-    return own + (4 if is_old else 32) * MIB * (scenario.engine.name == "megatron" and not is_local)
+    number = (not is_local) + 4 * ("grouped products" in scenario.features) + 3 * ("overlapped tp" in scenario.features)
+    return own + (4 if is_old else 32) * MIB * number * (scenario.engine.name == "megatron")
