@@ -245,24 +245,7 @@ class _RouterLogits(torch.autograd.Function):
 
 def normalize(scores: Tensor, epsilon: float = 1e-20) -> Tensor:
     """Scores divided by their sum over the last dim; epsilon avoids a division by zero where all underflow."""
-    normalized: Tensor = _Normalize.apply(scores, epsilon)
-    return normalized
-
-
-class _Normalize(torch.autograd.Function):
-    """Five operators backward instead of autograd's seven."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, epsilon: float) -> Tensor:
-        total = scores.sum(dim=-1, keepdim=True).add_(epsilon)
-        ctx.save_for_backward(scores, total)
-        return scores / total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        scores, total = ctx.saved_tensors
-        along = (grads[0] * scores).sum(dim=-1, keepdim=True).div_(total)
-        return (grads[0] - along).div_(total), None
+    return scores / (scores.sum(dim=-1, keepdim=True) + epsilon)
 
 
 def _mask_groups(scores: Tensor, moe: MoEConfig) -> Tensor:
