@@ -46,7 +46,8 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
         moe = replace(moe, ffn_hidden_size=shape.moe_ffn_size, layer_freq=write_pattern(shape.moe_layers))
     scale, local = model_config.softmax_scale, model_config.rotary_base_local
     is_usual = scale is not None and math.isclose(scale, shape.head_dim**-0.5)
-    is_shared = local == model_config.rotary_base and not _is_rope_scaled(model_config)
+    is_scaled = model_config.use_rope_scaling or model_config.rotary_seq_len_interpolation_factor != 1
+    is_shared = local == model_config.rotary_base and not is_scaled and model_config.yarn is None
     without, windows = model_config.no_rope_layers, model_config.window_layers
     linear = tuple(mixer is not None and mixer == model_config.linear_attention_type for mixer in shape.mixers)
     is_mixed = any(linear) and not all(linear) and model_config.hybrid_layer_pattern is None
@@ -71,9 +72,3 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
         linear_attention_freq=write_pattern(linear) if is_mixed else "0",
         window_attn_skip_freq="0" if has_all_windows else write_pattern(windows),
     )
-
-
-def _is_rope_scaled(model_config: ModelConfig) -> bool:
-    """Whether rotary frequencies are changed for a longer context."""
-    is_longer = model_config.use_rope_scaling or model_config.rotary_seq_len_interpolation_factor != 1
-    return model_config.yarn is not None or is_longer

@@ -14,6 +14,7 @@ ernie_layers        experts in every Nth layer of a range
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from nanotrain.config.model import LinearAttentionConfig, ModelConfig, MoEConfig
 from nanotrain.config.notation import write_pattern
@@ -162,9 +163,8 @@ def _write_lfm2(model_config: ModelConfig) -> Values:
 
 def layers_of(kind: str, kinds: Sequence[str], *, num_layers: int) -> tuple[bool, ...]:
     """Whether each layer is of this kind, where the others have full attention."""
-    for other in kinds:
-        if other not in (kind, FULL):
-            reject("layer_types", other, instead=f"{kind} or {FULL}")
+    if unknown := {*kinds} - {kind, FULL}:
+        reject("layer_types", sorted(unknown)[0], instead=f"{kind} or {FULL}")
     if len(kinds) != num_layers:
         reject("layer_types", f"of {count_of(len(kinds), 'layer')}", instead=f"of {num_layers}")
     return tuple(other == kind for other in kinds)
@@ -194,8 +194,7 @@ def _read_kimi_linear(raw: Raw) -> Values:
     kinds = raw.get("layer_types") or [FULL if layer in full else LINEAR for layer in range(1, num_layers + 1)]
     heads, width = linear.get("num_heads", raw["linear_num_heads"]), linear.get("head_dim", raw["linear_head_dim"])
     values = _read_linear_layers({**raw, "layer_types": kinds})
-    if mlps := raw.get("mlp_layer_types"):
-        values |= expert_layers(tuple(mlp == "sparse" for mlp in mlps))
+    values |= _read_mlp_types(raw)
     values["linear_attention.conv_kernel_dim"] = linear.get("short_conv_kernel_size", raw["linear_conv_kernel_dim"])
     values |= {f"linear_attention.num_{name}_heads": heads for name in ("key", "value")}
     return values | {f"linear_attention.{name}_head_dim": width for name in ("key", "value")}
@@ -221,16 +220,18 @@ def expert_layers(layers: tuple[bool, ...]) -> Values:
     return {"moe.layer_freq": write_pattern(layers)} | ({"ffn_hidden_size": None} if all(layers) else {})
 
 
-def _read_dense_first(raw: Raw) -> Values:
-    layers = tuple(layer >= raw["num_dense_layers"] for layer in _indices(raw))
+def read_dense_first(raw: Raw, *, entry: str = "first_k_dense_replace") -> Values:
+    """The layers with experts: all but the first ones, whose number is the entry."""
+    layers = tuple(layer >= (raw[entry] or 0) for layer in _indices(raw))
     if not any(layers):
-        reject("num_dense_layers", raw["num_dense_layers"], instead=f"below {len(layers)}")
+        reject(entry, raw[entry], instead=f"below {len(layers)}")
     return expert_layers(layers)
 
 
-def _write_dense_first(model_config: ModelConfig) -> Values:
+def write_dense_first(model_config: ModelConfig, *, entry: str = "first_k_dense_replace") -> Values:
+    """The number of first layers without experts."""
     layers = model_config.moe_layers
-    return {"num_dense_layers": layers.index(True) if any(layers) else len(layers)}
+    return {entry: layers.index(True) if any(layers) else len(layers)}
 
 
 def _read_mlp_types(raw: Raw) -> Values:
@@ -283,5 +284,7 @@ LAYER_PARTS: dict[str, Part] = {
     "mlp_layer_types": Part(_read_mlp_types, _write_mlp_types),
     "ernie_layers": Part(_read_ernie, _write_ernie),
     "dsa": Part(_read_dsa),
-    "dense_first_layers": Part(_read_dense_first, _write_dense_first),
+    "dense_first_layers": Part(
+        *(partial(each, entry="num_dense_layers") for each in (read_dense_first, write_dense_first))
+    ),
 }

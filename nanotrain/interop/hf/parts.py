@@ -5,7 +5,7 @@ PARTS   all parts by the names that families.yaml has for them; positions.py and
 
 from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.interop.hf.canonical import resolved
-from nanotrain.interop.hf.layer_types import FULL, LAYER_PARTS, expert_layers
+from nanotrain.interop.hf.layer_types import FULL, LAYER_PARTS, expert_layers, read_dense_first, write_dense_first
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
 from nanotrain.interop.hf.positions import POSITION_PARTS
 
@@ -65,21 +65,15 @@ def _write_layers(model_config: ModelConfig) -> Values:
 
 
 def _read_experts(raw: Raw) -> Values:
-    num_layers = raw["num_hidden_layers"]
-    layers = tuple(layer >= (raw["first_k_dense_replace"] or 0) for layer in range(num_layers))
-    if not any(layers):
-        reject("first_k_dense_replace", raw["first_k_dense_replace"], instead=f"below {num_layers}")
-    values = expert_layers(layers) | _read_groups(raw)
-    values |= _read_shared(raw)
+    values = read_dense_first(raw) | _read_groups(raw) | _read_shared(raw)
     if num_mtp_layers := raw.get("num_nextn_predict_layers"):
         values["mtp.num_layers"] = num_mtp_layers
     return values
 
 
 def _write_experts(model_config: ModelConfig) -> Values:
-    layers = model_config.moe_layers
     return {
-        "first_k_dense_replace": layers.index(True) if any(layers) else len(layers),
+        **write_dense_first(model_config),
         **_write_shared(model_config),
         "num_nextn_predict_layers": model_config.mtp.num_layers or 0,
         **_write_groups(model_config),
