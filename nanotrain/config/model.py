@@ -19,10 +19,10 @@ from nanotrain.errors import ConfigError
 from nanotrain.quantities import round_up
 
 PositionEmbedding = Literal["learned_absolute", "rope", "yarn", "none"]
-Normalization = Literal["LayerNorm", "RMSNorm"]
+Normalization = Literal["LayerNorm", "RMSNorm", "L2Norm"]
 NormPlacement = Literal["pre", "post", "sandwich"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
-Activation = Literal["gelu", "gelu_tanh", "swiglu", "squared_relu", "quick_geglu", "geglu_tanh"]
+Activation = Literal["gelu", "gelu_tanh", "swiglu", "squared_relu", "quick_geglu", "geglu_tanh", "xielu"]
 
 
 GATED = ("swiglu", "quick_geglu", "geglu_tanh")
@@ -179,11 +179,11 @@ class ModelConfig:
     rope_original_max_positions: int = option(8192, "Llama 3.1: context length before scaling", check=at_least(1))
     rotary_base_local: float | None = option(None, "base of the rotary frequencies in layers with a window, which are then not scaled (Gemma 3); unset: as in the other layers", check=above(0))
     rotary_seq_len_interpolation_factor: float = option(1.0, "rope: divide positions by this, for longer contexts", check=above(0))
-    normalization: Normalization = option("RMSNorm", "LayerNorm or RMSNorm")
+    normalization: Normalization = option("RMSNorm", "LayerNorm, RMSNorm or L2Norm (RMSNorm without weights, nanochat)")
     norm_epsilon: float = option(1e-5, "added to the variance in every norm", check=above(0))
     apply_layernorm_1p: bool = option(False, "store norm weights as their difference from 1")
     norm_placement: NormPlacement = option("pre", "norms of a block: pre (before attention and MLP), post (of their outputs, OLMo 2) or sandwich (both, Gemma 3)")
-    activation: Activation = option("swiglu", "gelu, gelu_tanh (GPT-2's approximation), swiglu (gated SiLU), squared_relu, quick_geglu (gated sigmoid GELU) or geglu_tanh")
+    activation: Activation = option("swiglu", "gelu, gelu_tanh (GPT-2's approximation), swiglu (gated SiLU), squared_relu, quick_geglu (gated sigmoid GELU), geglu_tanh or xielu (with two learned weights, Apertus)")
     glu_linear_offset: float = option(0.0, "gated activations: added to the linear part, activation(gate) * (up + offset) (gpt-oss)")
     activation_func_clamp_value: float | None = option(None, "gated activations: clamp the gate from above and the linear part on both sides; unset: none", check=above(0))
     add_bias_linear: bool = option(False, "biases on every linear layer except the head, of experts and routers too")
@@ -200,6 +200,7 @@ class ModelConfig:
     window_attn_skip_freq: str = option("0", "layers without the window: N for every Nth layer, 0 for none, or a pattern such as [1]*5+[0] with 0 for each of them")
     untie_embeddings_and_output_weights: bool = option(False, "use separate weights for embedding and head")
     scale_embeddings: bool = option(False, "multiply word embeddings by sqrt(hidden_size) (Gemma)")
+    embedding_l2_norm: bool = option(False, "normalize word embeddings by an RMSNorm without weights (nanochat)")
     embedding_multiplier: float = option(1.0, "factor on the word embeddings (Granite)", check=above(0))
     residual_multiplier: float = option(1.0, "factor on the outputs of attention and MLP before the residual sum (Granite)", check=above(0))
     attention_output_multiplier: float = option(1.0, "attention_mamba2: factor on the output of attention", check=above(0))

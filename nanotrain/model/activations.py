@@ -1,4 +1,9 @@
-"""Elementwise activation functions of the MLP and the experts: `ACTIVATIONS`, `Glu` for gated ones, and `swiglu`."""
+"""Elementwise activation functions of the MLP and the experts.
+
+ACTIVATIONS, Glu   of one tensor; of a gate and up
+LEARNED            with weights
+build_activation   the one that a configuration names
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,10 +12,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanotrain.config.model import Activation, ModelConfig
 from nanotrain.kernels.compiler import runs_triton
+from nanotrain.model.parameters import Parameters
+from nanotrain.precision.dtypes import as_fp32
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -94,3 +101,55 @@ class _SwiGLU(torch.autograd.Function):
         grad_silu = grads[0] * up
         grad_gate = torch.ops.aten.silu_backward.grad_input(grad_silu, gate, grad_input=grad_silu)
         return grad_gate, F.silu(gate).mul_(grads[0])
+
+
+class XIELU(nn.Module):
+    """p x^2 + x/2 above 0, n (exp(x) - 1 - x) + x/2 below, with learned p > 0 and n > 1/2.
+
+    Huang and Schlag 2024, "Deriving Activation Functions Using Integration". Near 0, exp is that of -1e-6, as there.
+
+    Args:
+        params: alpha_p, alpha_n, each [1]: p = softplus(alpha_p), n = 1/2 + softplus(alpha_n).
+    """
+
+    def __init__(self, params: Parameters) -> None:
+        super().__init__()
+        self.alpha_p, self.alpha_n = params["alpha_p"], params["alpha_n"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape and dtype."""
+        compute = _xielu if torch.compiler.is_compiling() else _XIELU.apply  # the compiler keeps x only, too
+        out: Tensor = compute(x, self.alpha_p, self.alpha_n)
+        return out
+
+
+def _xielu(x: Tensor, *alphas: Tensor) -> Tensor:
+    x32, (above, below) = as_fp32(x), (F.softplus(as_fp32(alpha)) for alpha in alphas)
+    curve = torch.where(x32 > 0, above * x32 * x32, (0.5 + below) * (torch.expm1(x32.clamp(max=-1e-6)) - x32))
+    return (curve + 0.5 * x32).to(x.dtype)
+
+
+class _XIELU(torch.autograd.Function):
+    """Keeps x, and computes the rest again, of which autograd would keep six tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return _xielu(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = _xielu(*inputs)
+        return torch.autograd.grad(out, inputs, grads)
+
+
+LEARNED: dict[Activation, Callable[[Parameters], nn.Module]] = {"xielu": XIELU}
+
+
+def build_activation(model_config: ModelConfig, params: Parameters) -> Callable[..., Tensor]:
+    """The activation of an MLP or of experts: of gate and up, or of up, with the weights that are declared."""
+    if weights := params.submodule("activation"):
+        return LEARNED[model_config.activation](weights)
+    return Glu.of(model_config) if model_config.is_gated else ACTIVATIONS[model_config.activation]

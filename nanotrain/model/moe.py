@@ -23,7 +23,7 @@ from nanotrain.comm.group import Group
 from nanotrain.config.model import ModelConfig
 from nanotrain.kernels.fp8.layer import ExpertRange, expert_fp8_options
 from nanotrain.kernels.linear import Linear
-from nanotrain.model.activations import ACTIVATIONS, Glu
+from nanotrain.model.activations import build_activation
 from nanotrain.model.context import HiddenDropout, LayerContext, ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.router import Router
@@ -78,7 +78,7 @@ class MoELayer(nn.Module):
         experts = ExpertRange(parallel.ep.index * num_local, num_local, moe.num_experts)
         self.experts = Experts(
             linears,
-            activation=Glu.of(model_config) if "gate" in linears else ACTIVATIONS[model_config.activation],
+            activation=build_activation(model_config, of_experts),
             options=ExpertOptions(
                 may_drop=self._dispatcher.keeps_dropped and may_drop,
                 wgrad_queue=parallel.tp.wgrad_queue,

@@ -19,6 +19,7 @@ from nanotrain.comm.autograd import copy_to, reduce_from
 from nanotrain.comm.group import Group
 from nanotrain.config.model import ModelConfig
 from nanotrain.model.parameters import Parameters
+from nanotrain.precision.dtypes import as_fp32
 
 
 class LayerNorm(nn.Module):
@@ -31,25 +32,26 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size], same dtype."""
         if self.is_offset:
-            weight, bias = _fp32(self.weight) + 1, _fp32(self.bias)
-            return F.layer_norm(_fp32(x), weight.shape, weight, bias, self.eps).to(x.dtype)
+            weight, bias = as_fp32(self.weight) + 1, as_fp32(self.bias)
+            return F.layer_norm(as_fp32(x), weight.shape, weight, bias, self.eps).to(x.dtype)
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019)."""
+    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019); a weight of None is 1 (L2Norm)."""
 
-    def __init__(self, weight: nn.Parameter, *, eps: float, is_offset: bool = False) -> None:
+    def __init__(self, weight: nn.Parameter | None, *, eps: float, is_offset: bool = False) -> None:
         super().__init__()
         self.weight, self.eps, self.is_offset = weight, eps, is_offset
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size], same dtype."""
-        weight = _fp32(self.weight) + 1 if self.is_offset else self.weight
+        weight = x.new_ones(x.shape[-1]) if self.weight is None else self.weight
+        weight = as_fp32(weight) + 1 if self.is_offset else weight
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
             out: Tensor = _RMSNormOnCPU.apply(x, weight, self.eps)
             return out
-        return F.rms_norm(_fp32(x) if self.is_offset else x, weight.shape, weight, self.eps).to(x.dtype)
+        return F.rms_norm(as_fp32(x) if self.is_offset else x, weight.shape, weight, self.eps).to(x.dtype)
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
@@ -66,7 +68,7 @@ class _RMSNormOnCPU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x32 = _fp32(x)
+        x32 = as_fp32(x)
         norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
@@ -75,9 +77,9 @@ class _RMSNormOnCPU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        grad, weight32, size = _fp32(grads[0]), _fp32(weight), x.shape[-1]
+        grad, weight32, size = as_fp32(grads[0]), as_fp32(weight), x.shape[-1]
         grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
-            grad, _fp32(x), [size], torch.zeros_like(scale), scale, weight32, None, [True, True, False]
+            grad, as_fp32(x), [size], torch.zeros_like(scale), scale, weight32, None, [True, True, False]
         )
         grad_x += (grad @ weight32)[..., None].mul_(scale).div_(size)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
@@ -102,7 +104,7 @@ class WideRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, local heads, D] -> the same shape and dtype."""
-        x32, weight = _fp32(x.flatten(-2)), _fp32(self.weight[self.heads])
+        x32, weight = as_fp32(x.flatten(-2)), as_fp32(self.weight[self.heads])
         num_copies = self.group.size * x32.shape[-1] / self.weight.shape[0]  # of each channel, over the group
         squares = reduce_from(x32.square().sum(-1, keepdim=True), self.group)
         mean = copy_to(squares, self.group) / (num_copies * self.weight.shape[0])
@@ -119,22 +121,26 @@ def build_head_norm(model_config: ModelConfig, params: Parameters, *, heads: sli
         heads: channels of this rank, as a range of the weight over all heads.
         group: ranks over which the heads are sharded.
     """
-    if not params or not model_config.qk_layernorm_across_heads:
+    if not model_config.qk_layernorm:
+        return nn.Identity()
+    if not model_config.qk_layernorm_across_heads:
         return build_norm(model_config, params)
     eps, is_offset = model_config.norm_epsilon, model_config.apply_layernorm_1p
     return WideRMSNorm(params["weight"], eps=eps, heads=heads, group=group, is_offset=is_offset)
 
 
 def build_norm(model_config: ModelConfig, params: Parameters) -> nn.Module:
-    """The norm of a model; the identity where none is declared.
+    """The norm of a model; the identity where none is declared, but for one without weights.
 
     Args:
         model_config: kind and epsilon.
         params: weight, and the bias of a LayerNorm.
     """
+    eps, is_offset = model_config.norm_epsilon, model_config.apply_layernorm_1p
+    if model_config.normalization == "L2Norm":
+        return RMSNorm(None, eps=eps)
     if not params:
         return nn.Identity()
-    eps, is_offset = model_config.norm_epsilon, model_config.apply_layernorm_1p
     if model_config.normalization == "LayerNorm":
         return LayerNorm(params["weight"], params["bias"], eps=eps, is_offset=is_offset)
     return RMSNorm(params["weight"], eps=eps, is_offset=is_offset)
@@ -144,7 +150,9 @@ def build_post_norm(model_config: ModelConfig, params: Parameters, *, half: str)
     """The norm of the outputs of a half of a block, "attention" or "mlp"; where none is declared, their factor."""
     declared, factor = params.submodule(f"{half}_post_norm"), model_config.residual_multiplier
     factor *= model_config.mlp_output_multiplier if half == "mlp" else 1.0
-    return build_norm(model_config, declared) if declared or factor == 1.0 else Scale(factor)
+    if declared:
+        return build_norm(model_config, declared)
+    return nn.Identity() if factor == 1.0 else Scale(factor)
 
 
 class Scale(nn.Module):
@@ -157,8 +165,3 @@ class Scale(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The same shape and dtype."""
         return x * self.factor
-
-
-def _fp32(x: Tensor) -> Tensor:
-    """At least fp32; fp64 stays."""
-    return x.float() if x.itemsize < 4 else x

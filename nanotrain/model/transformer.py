@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from nanotrain.comm.autograd import concat_along
 from nanotrain.config.model import ModelConfig
 from nanotrain.data.batch import Batch
-from nanotrain.model.activations import ACTIVATIONS, Glu
+from nanotrain.model.activations import build_activation
 from nanotrain.model.attention import Attention
 from nanotrain.model.attention_mamba import AttentionMamba2
 from nanotrain.model.context import BatchContext, DropoutPlace, HiddenDropout, LayerContext, ModelParallel
@@ -37,7 +37,7 @@ from nanotrain.model.mamba import Mamba2
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.mtp import MTPLayer
-from nanotrain.model.norm import build_norm, build_post_norm
+from nanotrain.model.norm import RMSNorm, build_norm, build_post_norm
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import RotaryTables
 from nanotrain.model.short_conv import ShortConv
@@ -78,7 +78,7 @@ class MLP(nn.Module):
         super().__init__()
         column = partial(ColumnParallelLinear, tensor_parallel=tensor_parallel)
         self.gate = column(*params.linear("gate")) if params.get("gate.weight") is not None else None
-        self.activation = ACTIVATIONS[model_config.activation] if self.gate is None else Glu.of(model_config)
+        self.activation = build_activation(model_config, params)
         self.up = column(*params.linear("up"))
         self.projections = (self.up,) if self.gate is None else (self.gate, self.up)  # a tuple registers none twice
         self.down = RowParallelLinear(*params.linear("down"), tensor_parallel=tensor_parallel)
@@ -108,8 +108,6 @@ class Block(nn.Module):
         self.mlp_norm = build_norm(model_config, params.submodule("mlp_norm"))
         self.mlp = build_mlp(model_config, params.submodule("mlp"), parallel=parallel, layer=layer)
         self.mlp_post_norm = build_post_norm(model_config, params, half="mlp")
-        if model_config.has_dropout:
-            self.register_forward_pre_hook(lambda _, args: (args[0], args[1].of_layer(layer)))
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
@@ -126,8 +124,6 @@ class HalfBlock(nn.Module):
         self.add_module(f"{half}_norm", build_norm(model_config, params.submodule(f"{half}_norm")))
         self.add_module(half, build(model_config, params.submodule(half), parallel=parallel, layer=layer))
         self.add_module(f"{half}_post_norm", build_post_norm(model_config, params, half=half))
-        if model_config.has_dropout:
-            self.register_forward_pre_hook(lambda _, args: (args[0], args[1].of_layer(layer)))
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
@@ -139,17 +135,18 @@ class Embedding(nn.Module):
     """Word embeddings, plus learned absolute positions (Radford et al. 2019) where they are declared.
 
     Args:
+        model_config: factor on the word embeddings, which is rounded to their dtype, and their norm.
         params: word; position [positions, H] where declared, replicated over tp.
         tensor_parallel: shards the vocabulary; under sequence parallelism each rank embeds its slice of the positions.
-        scale: factor on the word embeddings, rounded to their dtype.
     """
 
     is_lookup = True  # as an FSDP unit its backward reads no parameters
 
-    def __init__(self, params: Parameters, *, tensor_parallel: TensorParallel, scale: float = 1.0) -> None:
+    def __init__(self, model_config: ModelConfig, params: Parameters, *, tensor_parallel: TensorParallel) -> None:
         super().__init__()
         weight, position, self.tensor_parallel = params["word.weight"], params.get("position.weight"), tensor_parallel
-        self.scale = torch.tensor(scale, dtype=weight.dtype, device="cpu").item()
+        self.scale = torch.tensor(model_config.embedding_scale, dtype=weight.dtype, device="cpu").item()
+        self.norm = RMSNorm(None, eps=model_config.norm_epsilon) if model_config.embedding_l2_norm else nn.Identity()
         self.word = VocabParallelEmbedding(weight, tensor_parallel=tensor_parallel)
         unsharded = partial(VocabParallelEmbedding, tensor_parallel=tensor_parallel.unsharded)
         self.position = None if position is None else unsharded(position)
@@ -157,8 +154,7 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """[B, S] int64 -> [B, S or S/tp, H]; without position ids the positions are 0..S-1."""
         hidden: Tensor = self.word(tokens)
-        if self.scale != 1.0:
-            hidden = hidden * self.scale
+        hidden = self.norm(hidden * self.scale if self.scale != 1.0 else hidden)
         if self.position is None:
             return hidden
         if position_ids is None:
@@ -179,6 +175,7 @@ class Head(nn.Module):
     def __init__(self, weight: nn.Parameter | None, *, vocabulary: Vocabulary, tensor_parallel: TensorParallel) -> None:
         super().__init__()
         self.weight, self.vocabulary, self.tensor_parallel = weight, vocabulary, tensor_parallel
+        self.reads_shared = weight is None  # as an FSDP unit it reads the word embedding
         # [2, sources] fp64, sums by `Batch.source_ids` that forward passes add to (`TokenGroups`): of training steps by
         # corpus, since they were last read, and of evaluations by row of a task; None where not counted
         self.source_sums: Tensor | None = None
@@ -239,7 +236,7 @@ class Stage(nn.Module):
         super().__init__()
         self.model_config, self.spec, self.params, self.parallel = model_config, spec, tuple(params), parallel
         shape, declared = ModelShape.of(model_config), Parameters.on_meta(params)
-        embed = partial(Embedding, tensor_parallel=parallel.tp, scale=model_config.embedding_scale)
+        embed = partial(Embedding, model_config, tensor_parallel=parallel.tp)
         self.embedding = embed(embedding) if (embedding := declared.submodule("embedding")) else None
         self._drop_embedded = HiddenDropout(model_config.hidden_dropout, 0, DropoutPlace.embedding, parallel.tp)
         # False if a layer attends to all earlier keys, True if one attends within a window; or both
@@ -248,11 +245,13 @@ class Stage(nn.Module):
         self._has_windows = {shape.has_window(i) for i, mixer in mixers.items() if mixer and MIXERS[mixer].has_keys}
 
         def build_block(params: Parameters, layer: int) -> nn.Module:
-            block = HalfBlock if None in shape.kinds(layer) else Block
-            return block(model_config, params, parallel=parallel.of_layer(layer), layer=layer)
+            kind = HalfBlock if None in shape.kinds(layer) else Block
+            block = kind(model_config, params, parallel=parallel.of_layer(layer), layer=layer)
+            if model_config.has_dropout:
+                block.register_forward_pre_hook(lambda _, args: (args[0], args[1].of_layer(layer)))
+            return block
 
         self.layers = nn.ModuleDict({str(i): build_block(declared.submodule(f"layers.{i}"), i) for i in spec.layers})
-        # None without a head: FSDP takes a child without parameters for one that reads those of other units
         self.final_norm: nn.Module | None = None
         self.head: Head | None = None
         if spec.has_head:

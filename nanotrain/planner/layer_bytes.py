@@ -54,7 +54,7 @@ class LayerBytes(RankSizes):
         self.share_in_fp8 = read_data("dtypes")["saved"].get(scenario.matmul_dtype, 1.0)
         self.hidden, self.inside = self.outside * self.width, self.tokens * self.width
         self.gathered = self.inside if self.outside < self.tokens else 0  # a backward gathers its input again
-        self.statistics = self.outside * FP32 * (1 + self.shape.has_norm_bias)  # of a norm
+        self.statistics = self.outside * FP32 * (1 + (self.shape.normalization == "LayerNorm"))  # of a norm
         self.is_megatron = self.engine.name == "megatron"
         # whether matrix products add the gradients of weights to the buffer of gradients
         self.fuses_wgrads = self.is_megatron and config.parallel.gradient_accumulation_fusion is None

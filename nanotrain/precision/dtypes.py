@@ -1,12 +1,14 @@
 """Dtypes: their table, and the precision policy.
 
 TORCH_DTYPES, DTYPE_NAMES, SAFETENSORS_NAMES   name in configurations, torch dtype, name in safetensors headers
+as_fp32                                        a tensor in at least fp32
 Precision                                      the dtypes of parameters, gradients, main params, optimizer state
 """
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from nanotrain.config.config import PrecisionConfig
 
@@ -34,6 +36,11 @@ def torch_name(name: str) -> str:
     'bfloat16'
     """
     return str(TORCH_DTYPES[name]).removeprefix("torch.")
+
+
+def as_fp32(x: Tensor) -> Tensor:
+    """At least fp32; fp64 stays."""
+    return x.float() if x.itemsize < 4 else x
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What a kind of layer declares: its parameters, FLOPs and saved bytes; pure, without torch.
 
     Declaration             sizes, dtype and parallelism; declares the kinds of linear layers
-    norm                    LayerNorm or RMSNorm
+    norm                    the parameters of a norm
     LayerKind               one row of the tables in spec/kinds
     RankSizes, ContextRank  sizes of a rank, for saved bytes and for bytes sent over cp
     nest, grouped, summed   names, groups and gradient axes of parameters
@@ -95,9 +95,11 @@ class Declaration:
 
 
 def norm(declare: Declaration, size: int) -> Specs:
-    """LayerNorm (weight and bias) or RMSNorm (weight), outside the tensor-parallel region."""
+    """LayerNorm (weight and bias), RMSNorm (weight) or L2Norm (nothing), outside the tensor-parallel region."""
+    if declare.shape.normalization == "L2Norm":
+        return ()
     weight = declare.vector("weight", size, value=declare.shape.norm_init)
-    bias = declare.bias(size, exists=declare.shape.has_norm_bias)
+    bias = declare.bias(size, exists=declare.shape.normalization == "LayerNorm")
     return grouped("norms", summed((weight, *bias), declare.sequence_axes))
 
 

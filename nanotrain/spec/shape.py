@@ -14,6 +14,7 @@ from nanotrain.config.model import (
     MLAConfig,
     ModelConfig,
     MoEConfig,
+    Normalization,
     NormPlacement,
 )
 
@@ -33,9 +34,10 @@ class ModelShape:
     value_head_dim: int  # width of a value head
     ffn_size: int  # inner width of a dense MLP
     is_gated: bool  # the MLP has a gate projection
+    activation: str  # of MLPs and experts
     has_linear_bias: bool  # biases on every linear layer but the head
     has_qkv_bias: bool  # biases on query, key and value
-    has_norm_bias: bool  # norms have a bias (LayerNorm)
+    normalization: Normalization  # norms have a weight, a weight and a bias (LayerNorm), or nothing (L2Norm)
     has_qk_norm: bool  # a norm per query and key head, of the kind of the others
     has_wide_qk_norm: bool  # one RMSNorm over all query heads and one over all key heads
     norm_placement: NormPlacement  # of the inputs of attention and MLP, of their outputs, or both
@@ -80,7 +82,6 @@ class ModelShape:
             num_heads=model_config.num_attention_heads,
             has_linear_bias=model_config.add_bias_linear,
             has_qkv_bias=model_config.add_bias_linear or model_config.add_qkv_bias,
-            has_norm_bias=model_config.normalization == "LayerNorm",
             has_qk_norm=model_config.qk_layernorm and not model_config.qk_layernorm_across_heads,
             has_wide_qk_norm=model_config.qk_layernorm and model_config.qk_layernorm_across_heads,
             norm_init=0.0 if model_config.apply_layernorm_1p else 1.0,

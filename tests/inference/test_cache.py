@@ -28,6 +28,10 @@ MODELS = {
         position_embedding_type="yarn",
         yarn=YarnConfig(2.0, original_max_position_embeddings=4, query_scaling_beta=0.7),
     ),
+    "learned activation": replace(LLAMA, activation="xielu"),
+    "norms without weights": replace(
+        QWEN3, normalization="L2Norm", embedding_l2_norm=True, qk_layernorm_after_rope=True
+    ),
     "mla": replace(LLAMA, num_query_groups=None, multi_latent_attention=True, mla=MLA_SIZES),
     "dsa": replace(
         LLAMA,

@@ -5,9 +5,12 @@ from typing import get_args
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+from torch import nn
 
 from nanotrain.config.model import Activation, ModelConfig
-from nanotrain.model.activations import ACTIVATIONS, Glu, swiglu
+from nanotrain.model.activations import ACTIVATIONS, LEARNED, XIELU, Glu, swiglu
+from nanotrain.model.parameters import Parameters
 
 
 def test_every_activation_is_its_formula() -> None:
@@ -20,7 +23,7 @@ def test_every_activation_is_its_formula() -> None:
         "quick_geglu": x * (1.702 * x).sigmoid(),
         "geglu_tanh": F.gelu(x, approximate="tanh"),
     }
-    assert formulas.keys() == ACTIVATIONS.keys() == set(get_args(Activation))
+    assert formulas.keys() == ACTIVATIONS.keys() == set(get_args(Activation)) - LEARNED.keys()
     for kind, expected in formulas.items():
         torch.testing.assert_close(ACTIVATIONS[kind](x), expected)
 
@@ -50,3 +53,29 @@ def test_swiglu_is_that_of_autograd_and_keeps_two_tensors(dtype: torch.dtype) ->
         torch.autograd.grad(out, (gate, up), grad), torch.autograd.grad(expected, (gate, up), grad), strict=True
     ):
         assert torch.equal(computed, autograds)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_xielu_is_that_of_transformers_with_its_gradients_and_keeps_its_input(dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    theirs = transformers.activations.XIELUActivation(0.6, 0.9, dtype=torch.float64)
+    ours = XIELU(
+        Parameters({name: nn.Parameter(weight.detach().to(dtype)) for name, weight in theirs.named_parameters()})
+    )
+    x = torch.randn(64, 32, dtype=dtype, requires_grad=True)
+    exact, grad = x.detach().double().requires_grad_(), torch.randn(64, 32, dtype=dtype)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        out = ours(x)
+    assert sum(tensor.numel() for tensor in kept) == x.numel() + 2
+    expected = theirs(exact)
+    out.backward(grad)
+    expected.backward(grad.double())
+    found = [
+        (out, expected),
+        (x.grad, exact.grad),
+        *((getattr(ours, n).grad, p.grad) for n, p in theirs.named_parameters()),
+    ]
+    rtol = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    for ours_, theirs_ in found:
+        torch.testing.assert_close(ours_.double(), theirs_.double(), rtol=rtol, atol=rtol)

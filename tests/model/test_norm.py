@@ -1,5 +1,6 @@
 """The norms against their formulas."""
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -26,7 +27,9 @@ def test_a_norm_scales_to_unit_size(kind: Normalization) -> None:
             parameter.copy_(torch.randn(16))
     x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
     centred = x - x.mean(-1, keepdim=True) if kind == "LayerNorm" else x
-    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt() * norm.weight
+    expected = (
+        centred / (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt() * (1 if kind == "L2Norm" else norm.weight)
+    )
     if kind == "LayerNorm":
         expected = expected + norm.bias
     torch.testing.assert_close(norm(x), expected)
@@ -57,6 +60,7 @@ def test_norms_of_heads_are_of_the_kind_of_the_others(kind: Normalization) -> No
             parameter.copy_(torch.randn(8))
     heads = torch.randn(2, 5, 3, 8, dtype=torch.float64)
     assert torch.equal(of_heads(heads), like(heads))
+    model_config = replace(model_config, qk_layernorm=kind != "L2Norm")
     absent = build_head_norm(model_config, params.submodule("key_norm"), heads=slice(0, 24), group=tp)
     assert isinstance(absent, nn.Identity)
 

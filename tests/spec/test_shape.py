@@ -14,13 +14,13 @@ def test_sizes_follow_from_the_configuration() -> None:
     shape = ModelShape.of(ModelConfig(hidden_size=256, num_attention_heads=4, vocab_size=50257))
     assert (shape.head_dim, shape.value_head_dim, shape.query_groups) == (64, 64, 4)
     assert (shape.ffn_size, shape.padded_vocab_size) == (704, 50304)
-    assert shape.is_gated and shape.is_tied and not shape.has_norm_bias
+    assert shape.is_gated and shape.is_tied and shape.normalization == "RMSNorm"
 
 
 def test_learned_positions_and_biases_of_gpt2() -> None:
     shape = ModelShape.of(GPT2)
     assert (shape.num_positions, shape.ffn_size, shape.is_gated) == (64, 128, False)
-    assert shape.has_linear_bias and shape.has_qkv_bias and shape.has_norm_bias
+    assert shape.has_linear_bias and shape.has_qkv_bias and shape.normalization == "LayerNorm"
 
 
 def test_latent_attention_has_two_head_widths() -> None:

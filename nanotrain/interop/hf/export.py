@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -27,7 +27,7 @@ from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.companions import CONFIG_FILE, Companions
 from nanotrain.interop.hf.families import FAMILIES, config_to_hf, family_of
 from nanotrain.interop.hf.hub import CARD_FILE, model_card
-from nanotrain.interop.hf.names import TensorMapping, map_parameters, mtp_copies, tensor_shapes
+from nanotrain.interop.hf.names import TensorMapping, constants_of, map_parameters, mtp_copies, tensor_shapes
 from nanotrain.precision.dtypes import TORCH_DTYPES, torch_name
 from nanotrain.runs.files import write_text
 from nanotrain.spec.boxes import Box
@@ -67,9 +67,9 @@ def export_weights(
     family = _choose_family(model_config, family, preferred=str(companions.origin_config.get("model_type")))
     mappings = map_parameters(model_config, FAMILIES[family])
     copies = mtp_copies(model_config, FAMILIES[family])
-    nbytes = _num_elements(mappings, copies) * TORCH_DTYPES[dtype].itemsize
+    numel = sum(prod(shape) * (1 + len(copies.get(name, ()))) for name, shape in tensor_shapes(mappings).items())
     name, has_tokenizer = folder.resolve().name, companions.tokenizer is not None
-    with export_folder(folder, nbytes=nbytes) as temporary:
+    with export_folder(folder, nbytes=numel * TORCH_DTYPES[dtype].itemsize) as temporary:
         written = config_to_hf(model_config, family=family, dtype=torch_name(dtype))
         config, same_file = companions.config(model_config, written)
         write_text(temporary / CONFIG_FILE, json.dumps(config))  # AutoTokenizer reads it
@@ -79,6 +79,8 @@ def export_weights(
             shards.add(stored, tensor)
             for copy in copies.get(stored, ()):
                 shards.add(copy, tensor.clone())  # a file refuses two names of one storage
+        for constant, value in constants_of(model_config, FAMILIES[family]).items():
+            shards.add(constant, torch.tensor(value, dtype=TORCH_DTYPES[dtype]))
         shards.finish()
         companions.write_generation_config(temporary, tokens)
         card = model_card(model_config, name=name, family=family, dtype=dtype, has_tokenizer=has_tokenizer)
@@ -96,10 +98,6 @@ def _choose_family(model_config: ModelConfig, name: str | None, *, preferred: st
         with suppress(HuggingFaceError):  # the model has changed since it was imported
             return family_of(model_config, name=preferred)
     return family_of(model_config, name=name)
-
-
-def _num_elements(mappings: Mapping[str, TensorMapping], copies: Mapping[str, Sequence[str]]) -> int:
-    return sum(prod(shape) * (1 + len(copies.get(name, ()))) for name, shape in tensor_shapes(mappings).items())
 
 
 def _assemble(

@@ -21,7 +21,14 @@ from nanotrain.config.model import ModelConfig
 from nanotrain.config.schema import to_dict
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.families import FAMILIES, Family, model_from_hf, read_config
-from nanotrain.interop.hf.names import TensorMapping, expert_bias_shapes, map_parameters, mtp_copies, tensor_shapes
+from nanotrain.interop.hf.names import (
+    TensorMapping,
+    constants_of,
+    expert_bias_shapes,
+    map_parameters,
+    mtp_copies,
+    tensor_shapes,
+)
 from nanotrain.interop.hf.weights import WeightFiles, fp8_block_size
 from nanotrain.log import progress
 from nanotrain.spec.boxes import Box, TensorBox
@@ -62,7 +69,13 @@ class WeightReader:
             for name in candidates[0]
         }
         copies = {copy for names in mtp_copies(model_config, family).values() for copy in names}
-        _check(self._files, self._mappings, family=family, needless=copies)
+        constants = constants_of(model_config, family)
+        _check(self._files, self._mappings, family=family, needless={*copies, *constants})
+        for name in constants.keys() & self._files.shapes.keys():
+            stored = self._files.read(name, Box((), ()))
+            if stored.item() != torch.tensor(constants[name], dtype=stored.dtype).item():
+                what, why = f"{name} is {stored.item()}", f"nanotrain computes with {constants[name]}"
+                raise HuggingFaceError(what, why=why, fix="choose a checkpoint of a published model of this family")
 
     def fill(self, target: Tensor, wanted: TensorBox) -> None:
         """Read one box of a parameter into a tensor of its shape."""

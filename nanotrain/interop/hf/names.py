@@ -3,6 +3,7 @@
     HFName, Naming   the names of a family: a table in families.yaml
     map_parameters   every declared parameter of a model -> TensorMapping: its tensors, and their slices for any box
     mtp_copies       the copies of embedding and head that files have in their layers of multi-token prediction
+    constants_of     scalars that files have beside the parameters
 
 Shapes come from the declared parameters. Import and export both read these mappings and nothing else.
 
@@ -38,6 +39,7 @@ class HFName:
     groups: str = ""  # where outputs are in groups with a part of every fused module: their number in `ModelShape`
     is_full: bool = False  # the name has no ".weight" appended
     has_neighbour_pairs: bool = False  # rotary channels are stored so that neighbours are a pair
+    has_swapped_halves: bool = False  # rotary channels are stored with their second half first
     unsqueezed: Sequence[int] = ()  # dims of size 1 that the tensor (of a weight) has and the parameter has not
     is_rotary_first: bool = False  # they are the first channels of a head of the indexer
 
@@ -56,6 +58,8 @@ class Naming:
     # the ends of the model that it has a copy of, both relative to that prefix
     mtp: Mapping[str, str] = field(default_factory=dict)
     mtp_copies: Mapping[str, str] = field(default_factory=dict)
+    # values of scalars that files have in every layer, by their name in it
+    constants: Mapping[str, float] = field(default_factory=dict)
     mtp_layer: str = ""  # prefix with {depth} where these layers have one of their own; names in `mtp` are then full
 
 
@@ -96,6 +100,12 @@ def mtp_copies(model_config: ModelConfig, naming: Naming) -> dict[str, list[str]
     }
 
 
+def constants_of(model_config: ModelConfig, naming: Naming) -> dict[str, float]:
+    """The values of scalars that files have beside the parameters, by name."""
+    layers = [naming.layer.format(layer=layer) for layer in range(model_config.num_layers)]
+    return {f"{layer}.{name}": value for layer in layers for name, value in naming.constants.items()}
+
+
 def _map(name: str, sizes: Mapping[str, tuple[int, ...]], *, naming: Naming, shape: ModelShape) -> "TensorMapping":
     path, _, leaf = name.rpartition(".")
     in_layer = re.fullmatch(r"(layers\.(\d+)\.|mtp\.(\d+)\.(?:block\.)?)(.+)", path)
@@ -113,7 +123,7 @@ def _map(name: str, sizes: Mapping[str, tuple[int, ...]], *, naming: Naming, sha
     assert known is not None, f"{name} has no name in this family: the exported model would lack it"
     hf = known if isinstance(known, HFName) else HFName(known)
     own, offset, num_outputs = sizes[name], 0, None
-    rows = _neighbour_rows(own[0], shape, hf=hf) if hf.has_neighbour_pairs else None
+    rows = _rotary_rows(own[0], shape, hf=hf) if hf.has_neighbour_pairs or hf.has_swapped_halves else None
     if hf.fused:
         dim = max(0, len(own) - 2)
         outputs = [sizes[f"{prefix}{part}.{leaf}"][dim] for part in hf.fused]
@@ -135,8 +145,8 @@ def _map(name: str, sizes: Mapping[str, tuple[int, ...]], *, naming: Naming, sha
     )
 
 
-def _neighbour_rows(num_rows: int, shape: ModelShape, *, hf: HFName) -> tuple[int, ...]:
-    """The stored row of every row, where R rows of each head store pair i as their rows 2 i and 2 i + 1.
+def _rotary_rows(num_rows: int, shape: ModelShape, *, hf: HFName) -> tuple[int, ...]:
+    """The stored row of every row, where R rows of each head store pair i as rows 2 i and 2 i + 1, or R/2 + i and i.
 
     They are the first ones; with MLA the last ones, as are those of the one head that the rows of compressed keys have.
     """
@@ -150,6 +160,8 @@ def _neighbour_rows(num_rows: int, shape: ModelShape, *, hf: HFName) -> tuple[in
         channel = row % head - first
         if not 0 <= channel < rotary:  # without position
             return row
+        if hf.has_swapped_halves:
+            return row - channel + (channel + rotary // 2) % rotary
         pair, half = channel % (rotary // 2), channel // (rotary // 2)
         return row - channel + 2 * pair + half
 

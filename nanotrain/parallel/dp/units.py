@@ -179,7 +179,7 @@ class UnitModules:
 
 def child_units(module: nn.Module, layout: BufferLayout) -> list[UnitModules]:
     """The children of a stage, which run in registration order; successive ones with the same unit are one."""
-    # A module without parameters (the head of a tied model) reads the parameters that units share.
+    # The head of a tied model and layers of multi-token prediction read the parameters that units share.
     shared = [i for i, bucket in enumerate(layout.buckets) if bucket.is_shared]
     units: dict[str, UnitModules] = {}
     for name, child in unit_modules(module):
@@ -189,7 +189,7 @@ def child_units(module: nn.Module, layout: BufferLayout) -> list[UnitModules]:
         unit = own[0].unit if own else name
         indices = [i for i, bucket in enumerate(layout.buckets) if unit in bucket.units]
         start = indices[0] if own else 0
-        if not own or getattr(child, "reads_shared", False):
+        if getattr(child, "reads_shared", False):
             indices += [i for i in shared if i not in indices]
         if indices:
             begun = units.get(unit) or UnitModules(child, child, (), start, getattr(child, "is_lookup", False))

@@ -1,18 +1,26 @@
 """MLPs: dense, and mixtures of experts."""
 
+import math
 from dataclasses import replace
 from functools import partial
 
 from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, summed
 from nanotrain.spec.params import Shard
 
+# initial values of the weights of activations that have some (model/activations.py)
+ACTIVATION_WEIGHTS = {"xielu": {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3))}}
+
 
 def mlp(declare: Declaration, inner: int) -> Specs:
-    """Up and down projections, with a gate where the activation has one."""
+    """Up and down projections, with a gate or weights where the activation has them."""
+    values = ACTIVATION_WEIGHTS.get(declare.shape.activation, {})
+    # every tp rank has them, and applies them to its channels
+    weights = summed([declare.vector(name, 1, value=value) for name, value in values.items()], ("tp",))
     hidden, bias = declare.shape.hidden_size, declare.shape.has_linear_bias
     up = declare.column_linear(inner, hidden, bias=bias)
     gate = nest("gate", up) if declare.shape.is_gated else ()
-    return (*gate, *nest("up", up), *nest("down", declare.row_linear(hidden, inner, bias=bias)))
+    down = nest("down", declare.row_linear(hidden, inner, bias=bias))
+    return (*gate, *nest("activation", weights), *nest("up", up), *down)
 
 
 def moe(declare: Declaration) -> Specs:

@@ -60,6 +60,7 @@ class Activations(RankSizes):
     def stage(self, spec: StageSpec) -> StageBytes:
         """The blocks, the head and the multi-token prediction of a stage, with the recomputation of the plan."""
         head = self.head() if spec.has_head else 0
+        head += self.outside * (self.width + FP32) * (spec.has_embedding and self.config.model.embedding_l2_norm)
         # Unless it is written, autograd holds the gradient of a weight until all that read the weight have run.
         holds = self.shape.num_mtp_layers > 0 or (self.shape.is_tied and not self.writes_wgrads)
         freed = 0 if holds else head

@@ -31,6 +31,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 5e5}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 GPT2_SHAPE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCAB}
 SMALL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
@@ -184,10 +185,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"sliding_window": 6, "layer_types": LAYERED, "rope_parameters": {"full_attention": YARN}},
     ),
     "gpt_oss": ("GptOss", LLAMA_SHAPE | SMALL_TOKENS | GPT_OSS),
-    "gpt_oss-unscaled": (
-        "GptOss",
-        LLAMA_SHAPE | SMALL_TOKENS | GPT_OSS | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
-    ),
+    "gpt_oss-unscaled": ("GptOss", LLAMA_SHAPE | SMALL_TOKENS | GPT_OSS | {"rope_parameters": PLAIN_ROPE}),
     "gemma3": ("Gemma3", LLAMA_SHAPE | GEMMA3 | {"layer_types": LAYERED}),
     "gemma3-linear": (
         "Gemma3",
@@ -313,6 +311,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2}
         | {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 2},
     ),
+    "apertus": ("Apertus", LLAMA_SHAPE | SMALL_TOKENS | {"rope_parameters": PLAIN_ROPE}),
+    "apertus-scaled": (
+        "Apertus",
+        LLAMA_SHAPE | SMALL_TOKENS | {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
+    ),
+    "nanochat": ("NanoChat", LLAMA_SHAPE | SMALL_TOKENS),
+    "nanochat-tied": (
+        "NanoChat",
+        LLAMA_SHAPE
+        | SMALL_TOKENS
+        | {"final_logit_softcapping": 2.0, "rms_norm_eps": 1e-3, "tie_word_embeddings": True},
+    ),
 }
 EXPERT_BIASES = ("e_score_correction_bias", "feed_forward.expert_bias")
 # Models that are compared in fp64, and the package of transformers that has them.
@@ -325,9 +335,11 @@ FP64_FAMILIES = (
     "qwen3_5",
     "olmo_hybrid",
     "kimi_linear",
+    "nanochat",
 )
 IN_FP64 = {name: name.partition("-")[0] for name in CONFIGS if name.startswith(FP64_FAMILIES)}
 IN_FP64 |= {name: name for name in ("deepseek_v32", "glm_moe_dsa")}  # not with YaRN, whose angles are in fp32
+IN_FP64 |= {"apertus": "apertus"}  # alike with the scaling of Llama 3
 CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 
 

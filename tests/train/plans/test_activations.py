@@ -42,6 +42,8 @@ MODELS = {
     "latent": f"{SHARED} --moe-latent-size 24",
     "gemma": GEMMA,
     "olmo": OLMO,
+    "nanochat": f"{LLAMA} --qk-layernorm --normalization L2Norm --squared-relu",
+    "apertus": f"{LLAMA} --qk-layernorm --activation xielu",
     "sinks": SINKS,
     "packed documents": PACKED,
     "math": f"{LLAMA} --attention-backend unfused",
