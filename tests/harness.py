@@ -63,6 +63,7 @@ PRELOADED = [
         "nanotrain.train.open_run",
         "nanotrain.config.compose",
         "tests.harness",
+        "s3fs",
     ),
     *("tests.laws.worlds", "tests.laws.command_line", "tests.thread_world"),  # most worlds are theirs
     "transformers.models.llama.modeling_llama",  # and what all its models import: 1.2 s

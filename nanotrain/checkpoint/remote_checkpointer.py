@@ -24,7 +24,14 @@ from nanotrain.checkpoint.background import POLL_S, report_path
 from nanotrain.checkpoint.checkpointer import Checkpointer, Content, StartedSave, Tensors
 from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, to_json
 from nanotrain.checkpoint.read import RemoteSource, ShardFile
-from nanotrain.checkpoint.store import file_sizes, step_entries, step_folder, step_of
+from nanotrain.checkpoint.store import (
+    complete_checkpoints,
+    file_sizes,
+    read_manifest,
+    step_entries,
+    step_folder,
+    step_of,
+)
 from nanotrain.checkpoint.stored import MANIFEST, MARKER, SUPERSEDED, FileUploads, Stored, mark, steps_of, stored_at
 from nanotrain.checkpoint.write import raw_bytes
 from nanotrain.errors import StorageFault
@@ -123,18 +130,40 @@ class RemoteCheckpointer(Checkpointer):
             shard = self._write_shard(save)
             messages.put(f"shard-{self.group.index}", to_json(shard))
             if self.group.is_first:
-                final, older = self._commit_locally(save, messages)
-            place = json.loads(messages.take("place"))
-            stored = Stored(self._remote / place["folder"], place["sizes"])
-            self._upload(stored.remote, save, shard=shard)
+                final = self._commit_locally(save, messages)
+                stored, older = self._destination(final)
+                messages.put("place", json.dumps([stored.remote.path, stored.sizes]))
+            path, sizes = json.loads(messages.take("place"))
+            stored = Stored(Remote(self._remote.scheme, path), sizes)
+            self._upload(stored.remote, shard, folders=(step_folder(self.folder, shard.step), save.temporary))
             messages.put(f"uploaded-{self.group.index}")
             if self.group.is_first:
-                return self._commit_remotely(final, stored, older=older, messages=messages, prunes=save.prunes)
+                for index in range(self.group.size):
+                    messages.take(f"uploaded-{index}", is_last=True)
+                messages.forget("place")
+                self._commit_remotely(final, stored, older=older)
+                return self._pruned(final, prunes=save.prunes)
             self._forget_shard(save, stored)
         return None
 
-    def _commit_locally(self, save: StartedSave, messages: _Messages) -> tuple[Path, list[Stored]]:
-        """Commit in the folder and choose the address; returns the local folder, and saves that this one replaces."""
+    def finish(self) -> None:
+        """On the first rank, upload what has changed in the run folder, and checkpoints that are complete there alone.
+
+        A kill between the two commits of a save, or a save that failed, leaves such a one.
+
+        Raises:
+            StorageFault: a file cannot be written.
+        """
+        complete = complete_checkpoints(self.folder)
+        self._pruned(complete[-1], prunes=True) if complete else None
+        for path in complete:
+            if path.exists() and stored_at(path) is None:
+                stored, older = self._destination(path)
+                self._upload(stored.remote, read_manifest(path), folders=(path,))
+                self._commit_remotely(path, stored, older=older)
+        self.files.upload()
+
+    def _commit_locally(self, save: StartedSave, messages: _Messages) -> Path:
         nbytes = 0
         for index in range(self.group.size):
             text = messages.take(f"shard-{index}", is_last=True)
@@ -142,48 +171,47 @@ class RemoteCheckpointer(Checkpointer):
             nbytes += len(text)
         final = step_folder(self.folder, save.manifest.step)
         (final / MARKER).unlink(missing_ok=True)  # of a save that is replaced, which stays until the new one is there
-        self._merge(save, nbytes, is_cancelled=messages.is_cancelled)
+        return self._merge(save, nbytes, is_cancelled=messages.is_cancelled)
+
+    def _destination(self, final: Path) -> tuple[Stored, list[Stored]]:
+        """The address for a step folder, and saves that it replaces; deletes what a kill has left."""
         older, name = list[Stored](), final.name
         for saves in steps_of(self._remote.sizes()).values():
             for each in saves:
                 stored = Stored(self._remote / each.folder, {file: stat.size for file, stat in each.objects.items()})
-                if not each.is_committed:  # left by a kill
+                if not each.is_committed:
                     stored.delete()
                 elif each.folder.partition(".")[0] == final.name:
                     older += [] if each.is_superseded else [stored]
                     name = f"{final.name}.{each.number + 1}"
-        messages.put("place", json.dumps({"folder": name, "sizes": file_sizes(final)}))
-        return final, older
+        return Stored(self._remote / name, file_sizes(final)), older
 
-    def _commit_remotely(
-        self, final: Path, stored: Stored, *, older: list[Stored], messages: _Messages, prunes: bool
-    ) -> Path:
-        """Upload the manifest after all shards, then delete what is not kept, and the local shards of older steps."""
-        for index in range(self.group.size):
-            messages.take(f"uploaded-{index}", is_last=True)
+    def _commit_remotely(self, final: Path, stored: Stored, *, older: list[Stored]) -> None:
+        """After all shards, upload the manifest; then delete saves that it replaces, and local shards of older steps."""
+        self.files.upload()  # before, as a resume from this step needs the rows of metrics until there
         (stored.remote / MANIFEST).put(final / MANIFEST)
-        messages.forget("place")
         mark(final, stored)
         log.info("uploaded %s", stored.remote)
         for each in older:
             each.delete()
         for path in step_entries(self.folder):
-            if path != final and (other := stored_at(path)):
+            if step_of(path) < step_of(final) and (other := stored_at(path)):
                 for name in other.sizes:
                     (path / name).unlink(missing_ok=True)
-        self._pruned(final, prunes=prunes)
-        self.files.upload()
-        return final
 
-    def _upload(self, remote: Remote, save: StartedSave, *, shard: Manifest) -> None:
-        """Upload the shard of this rank, and compare every chunk of the object with its checksum.
+    def _upload(self, remote: Remote, shard: Manifest, *, folders: tuple[Path, ...]) -> None:
+        """Upload shards, and compare every chunk of the objects with its checksum.
+
+        Args:
+            remote: the folder to which they go.
+            shard: a manifest with their sizes and checksums.
+            folders: where they may be; on a machine without the first rank the folder of the save stays.
 
         Raises:
-            StorageFault: it cannot be written, or differs each time.
+            StorageFault: one cannot be written, or differs each time.
         """
         for name, size in shard.files.items():
-            final = step_folder(self.folder, shard.step) / name
-            file = final if final.exists() else save.temporary / name  # of a machine without the first rank
+            file = next(folder / name for folder in folders if (folder / name).exists())
             for _ in range(UPLOADS):
                 (remote / name).put(file)
                 try:
@@ -197,9 +225,10 @@ class RemoteCheckpointer(Checkpointer):
 
     @staticmethod
     def _read_back(remote: Remote, size: int, *, shard: Manifest) -> None:
-        with ShardFile(Path(remote.path), RemoteSource(remote, size)) as source:
+        path = Path(remote.path)
+        with ShardFile(path, RemoteSource(remote, size)) as source:
             for entry in shard.tensors.values():
-                for chunk in entry.chunks:
+                for chunk in (chunk for chunk in entry.chunks if chunk.file == path.name):
                     into = raw_bytes(torch.empty(chunk.nbytes, dtype=torch.uint8))
                     source.read(chunk, source.offset(chunk, entry.dtype), into=into)
 

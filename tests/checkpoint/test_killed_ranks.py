@@ -6,7 +6,9 @@ A sample of instants; `scripts/kill_drill` kills whole runs, with their launcher
 import itertools
 import os
 import signal
+import socket
 import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,25 +20,28 @@ import torch.distributed as dist
 from nanotrain.checkpoint import all_ranks, store
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.read import read_global_tensors
+from nanotrain.checkpoint.remote_checkpointer import RemoteCheckpointer
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.parallel import ParallelConfig
 from nanotrain.spec.boxes import Box, TensorBox
+from nanotrain.storage.remote import Remote
 from nanotrain.topology.topology import Topology
 from tests.checkpoint.test_kill_points import CALLS
 from tests.checkpoint.test_store import save
 from tests.harness import HANG_S, forkserver
 
 SIZE = 2
-INSTANTS = 3  # of each rank
+INSTANTS = 0.0, 0.5, 1.0  # of each rank, as shares of its calls
 TENSORS = {"model/first": 90, "model/second": 7}  # rows, of which the second rank has the larger part
 
 
 @dataclass(frozen=True)
 class Kill:
-    """Which rank kills at which of its calls; None: it counts them."""
+    """Which rank kills at which of its calls; None: it counts them. `run` is the address where there is one."""
 
     folder: Path
     is_async: bool
+    run: Remote | None = None
     rank: int = 0
     instant: int | None = None
     kills_both: bool = False
@@ -57,24 +62,29 @@ def kill_at_all_instants(folder: Path, is_async: bool) -> None:
         torch.set_num_threads(1)
         counted = Kill(folder / "counted", is_async)
         assert save_on_two_ranks(counted) == [0, 0]
-        steps = []
-        for rank in range(SIZE):
-            calls = int((counted.folder / f"calls-{rank}").read_text())
-            assert calls > INSTANTS
-            for number in range(INSTANTS):
-                instant = number * (calls - 1) // (INSTANTS - 1)
-                kill = replace(counted, folder=folder / f"{rank}-{number}", rank=rank, instant=instant)
-                steps.append(check(replace(kill, kills_both=number % 2 == 0)))
+        steps = [check(kill) for kill in sampled(counted)]
         assert set(steps) == {2, 3}, "the first instants are before the new checkpoint, the last behind it"
     except BaseException:
         (folder / "error").write_text(traceback.format_exc())
         raise
 
 
+def sampled(counted: Kill, instants: Sequence[float] = INSTANTS) -> Iterator[Kill]:
+    """Kill at instants of each rank, in turn both ranks and one; yields each kill after it."""
+    for rank in range(SIZE):
+        calls = int((counted.folder / f"calls-{rank}").read_text())
+        assert calls > len(instants)
+        for number, share in enumerate(instants):
+            name, instant = f"{rank}-{number}", int(share * (calls - 1))
+            kill = replace(counted, rank=rank, instant=instant, kills_both=number % 2 == 0)
+            kill = replace(kill, folder=counted.folder.parent / name, run=kill.run and kill.run.parent / name)
+            codes = save_on_two_ranks(kill)
+            assert codes[kill.rank] == -signal.SIGKILL, (kill, codes)
+            yield kill
+
+
 def check(kill: Kill) -> int:
-    """Kill; returns the step of the checkpoint that is left."""
-    codes = save_on_two_ranks(kill)
-    assert codes[kill.rank] == -signal.SIGKILL, (kill, codes)
+    """The step of the checkpoint that is left by a kill."""
     resumed_from = store.checkpoint_to_resume(kill.folder / "checkpoints")
     assert resumed_from is not None, f"{kill}: no checkpoint is left"
     step = store.read_manifest(resumed_from).step
@@ -86,7 +96,7 @@ def check(kill: Kill) -> int:
 
 
 def save_on_two_ranks(kill: Kill) -> list[int]:
-    """Save steps 1 to 3 on two forked ranks, the last of them with a kill; their exit codes, minus the signal."""
+    """Save steps 2 and 3 on two forked ranks, the latter with a kill; their exit codes, minus the signal."""
     kill.folder.mkdir()
     pids = []
     for rank in range(SIZE):
@@ -108,9 +118,10 @@ def run_rank(kill: Kill, rank: int) -> None:
     try:
         url = f"file://{kill.folder}/rendezvous"
         dist.init_process_group("gloo", init_method=url, rank=rank, world_size=SIZE)
-        group = ParallelContext.attach(Topology.of(ParallelConfig(), SIZE), timeout_s=HANG_S).control
-        writer = Checkpointer(kill.folder / "checkpoints", group=group, keep_last=1)
-        write(writer, 1)
+        context = ParallelContext.attach(Topology.of(ParallelConfig(), SIZE), timeout_s=HANG_S)
+        writer = Checkpointer(kill.folder / "checkpoints", group=context.control, keep_last=1)
+        if kill.run:
+            writer = RemoteCheckpointer(writer, kill.run, store=context.store)
         write(writer, 2)
         (kill.folder / f"pid-{rank}").write_text(str(os.getpid()))
         dist.barrier()
@@ -129,17 +140,17 @@ def run_rank(kill: Kill, rank: int) -> None:
 
 def write(writer: Checkpointer, step: int, *, is_async: bool = False) -> None:
     """Save every tensor, each rank its rows."""
-    is_first = writer.group.is_first
     tensors = {}
     for name, rows in TENSORS.items():
-        begin, end = (0, rows // 3) if is_first else (rows // 3, rows)
+        ends = [0, rows] if writer.group.size == 1 else [0, rows // 3, rows]
+        begin, end = ends[writer.group.index :][:2]
         tensors[TensorBox(name, (rows,), Box((begin,), (end,)))] = torch.full((end - begin,), float(step))
     content: dict[str, Any] = {"objects": {}, "config": {}, "topology": {}}
     writer.start_save(step, tensors, **content) if is_async else writer.save(step, tensors, **content)
 
 
 def count_calls(kill: Kill, rank: int) -> "itertools.count[int]":
-    """Count the calls that change the disk or send, and kill at one; the next number."""
+    """Count the calls that change the disk, communicate or send, and kill at one; the next number."""
     numbers = itertools.count()  # threads take from it without a lock
 
     def counted(real: Any) -> Any:
@@ -156,4 +167,21 @@ def count_calls(kill: Kill, rank: int) -> "itertools.count[int]":
         setattr(os, name, counted(getattr(os, name)))
     for name in ("gather_object", "broadcast_object", "all_reduce_scalars"):
         setattr(all_ranks, name, counted(getattr(all_ranks, name)))
+    Remote._client = counted(Remote._client)  # type: ignore[method-assign]  # before each request
+    socket.socket.send = in_parts(socket.socket.send, counted(lambda: None))  # type: ignore[method-assign]
     return numbers
+
+
+def in_parts(real: Any, count: Any) -> Any:
+    """A function that sends, which counts every 64 KiB; the number of calls depends on how busy the machine is."""
+    sent = 0
+
+    def call(*args: Any) -> Any:
+        nonlocal sent
+        before, result = sent, real(*args)
+        sent += result
+        for _ in range(sent // 2**16 - before // 2**16):
+            count()
+        return result
+
+    return call

@@ -1,11 +1,10 @@
-"""Checkpoints in an S3 bucket: the same tensors as on a disk; kills and faults at any request lose nothing."""
+"""Checkpoints in an S3 bucket: the same tensors as on a disk; faults lose nothing. Kills: test_killed_uploads.py."""
 
 import os
 import random
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -247,28 +246,24 @@ def fail_to_save(ctx: ParallelContext, run: Remote, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_kill_at_any_request_of_a_save_leaves_the_last_committed_checkpoint(run: Remote, tmp_path: Path) -> None:
-    steps, number, ended = set[int | None](), 0, False
-    while not ended:
-        place, calls = run / f"{number}", iter(range(10**6))
-        one = OneRank(place, tmp_path / "one", keep_last=1)
-        one.save(1)
-
-        def kill(request: s3_server.Request, calls: Iterator[int] = calls, number: int = number) -> str | None:
-            return "denied" if next(calls) >= number else None
-
-        with s3_server.server().faults(kill), suppress(StorageFault):
-            one.save(2)
-        ended = next(calls) <= number
-        step = OneRank(place, tmp_path / "two").restored()
-        assert step in (1, 2), "the last committed checkpoint, on another machine"
-        same = OneRank(place, tmp_path / "one")
-        assert same.restored() == 2, "on the same machine the newest of both"
-        same.save(3)
-        assert OneRank(place, tmp_path / "three").restored() == 3
-        steps.add(step)
-        number += 1
-    assert steps == {1, 2} and number == 7
+def test_what_the_folder_alone_has_is_uploaded_at_the_end(run: Remote, tmp_path: Path) -> None:
+    """As after a kill between the commit in the folder and that in the bucket, or a network that was away."""
+    one = OneRank(run, tmp_path / "one")
+    one.save(1, 2)
+    with s3_server.server().faults(lambda each: "denied"), suppress(StorageFault):
+        one.save(3)
+    (one.folder / "metrics.jsonl").write_text("{}\n")
+    same = OneRank(run, tmp_path / "one")
+    same.checkpointer.finish()
+    assert names(run) == ["step-00000002", "step-00000003"] and OneRank(run, tmp_path / "two").restored() == 3
+    with s3_server.server().counted() as more:
+        same.checkpointer.finish()
+    assert not more
+    with s3_server.server().counted() as requests:
+        (one.folder / "metrics.jsonl").write_text("{}\n{}\n")
+        same.save(4)
+    order = [each.path.rpartition("/")[2] for each in requests if each.method == "PUT"]
+    assert order[1:] == ["metrics.jsonl", "manifest.json"], "a resume from the step needs the rows"
 
 
 def test_random_faults_in_saves_lose_nothing_and_are_named(run: Remote, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""At the end of a run in object storage, upload its files; each save uploads them too."""
+"""At the end of a run in object storage, upload what saves have not."""
 
-from nanotrain.checkpoint.stored import FileUploads
+from nanotrain.checkpoint.remote_checkpointer import RemoteCheckpointer
 from nanotrain.errors import StorageFault
 from nanotrain.log import get_logger
 from nanotrain.train.hooks.hook import Hook
@@ -10,17 +10,17 @@ log = get_logger(__name__)
 
 
 class UploadHook(Hook):
-    """Uploads what changed since the last save, on the first rank; a failure is a warning."""
+    """Uploads files that have changed, on the first rank, after training also checkpoints; a failure is a warning."""
 
-    def after_training(self, run: Run) -> None:
-        remote = run.folder.remote
-        if remote is None or not run.context.control.is_first:
+    def after_training(self, run: Run, *, is_finished: bool = True) -> None:
+        checkpointer = run.checkpointer
+        if not isinstance(checkpointer, RemoteCheckpointer) or not run.context.control.is_first:
             return
         try:
-            FileUploads(run.folder.path, remote).upload()
-            log.info("uploaded the files of the run to %s", remote)
+            checkpointer.finish() if is_finished else checkpointer.files.upload()
+            log.info("uploaded the files of the run to %s", run.folder.remote)
         except StorageFault as error:
             log.warning("%s; the files of the run are in %s", error, run.folder.path)
 
     def after_failure(self, run: Run) -> None:
-        self.after_training(run)
+        self.after_training(run, is_finished=False)
