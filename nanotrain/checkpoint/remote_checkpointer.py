@@ -187,7 +187,7 @@ class RemoteCheckpointer(Checkpointer):
         return Stored(self._remote / name, file_sizes(final)), older
 
     def _commit_remotely(self, final: Path, stored: Stored, *, older: list[Stored]) -> None:
-        """After all shards, upload the manifest; then delete saves that it replaces, and local shards of older steps."""
+        """After all shards, upload the manifest; then delete saves that it replaces and local shards of older steps."""
         self.files.upload()  # before, as a resume from this step needs the rows of metrics until there
         (stored.remote / MANIFEST).put(final / MANIFEST)
         mark(final, stored)

@@ -61,10 +61,10 @@ def test_a_kill_by_the_server_at_each_request_leaves_a_whole_checkpoint(
         process = forkserver().Process(target=save_alone, args=(environment(), run / f"alone-{number}", folder))
 
         def kill(request: s3_server.Request, calls: Any = calls, number: int = number, process: Any = process) -> Any:
-            if "/checkpoints/step-00000003" in request.path + request.query or request.query == "delete":
-                if next(calls) == number:
-                    os.kill(process.pid, signal.SIGKILL)
-                    return "reset" if number % 2 else None
+            is_counted = "/checkpoints/step-00000003" in request.path or request.query == "delete"
+            if is_counted and next(calls) == number:
+                os.kill(process.pid, signal.SIGKILL)
+                return "reset" if number % 2 else None
             return None
 
         with s3_server.server().faults(kill):
@@ -77,16 +77,15 @@ def test_a_kill_by_the_server_at_each_request_leaves_a_whole_checkpoint(
 
 
 def check(run: Remote, folder: Path) -> int:
-    """The step of the checkpoint in the bucket; the run goes on from it on another machine, or from a newer one here."""
-    other, same = folder / "other", folder
-    steps = []
-    for machine in (other, same):
+    """The step of the checkpoint in the bucket; the run goes on from it, or on the same machine from a newer one."""
+    steps, other = [], folder / "other"
+    for machine in (other, folder):
         mirror(run, machine)
         newest = checkpoint_to_resume(machine / "checkpoints")
         assert newest is not None, f"{run}: no checkpoint is left"
         steps.append(read_manifest(newest).step)
-        tensors = dict(read_global_tensors(newest, list(ranks.TENSORS)))  # compares checksums
-        assert all((tensors[name] == steps[-1]).all() and len(tensors[name]) == rows for name, rows in ranks.TENSORS.items())
+        for name, tensor in read_global_tensors(newest, list(ranks.TENSORS)):  # compares checksums
+            assert (tensor == steps[-1]).all() and len(tensor) == ranks.TENSORS[name]
     assert steps[0] <= steps[1]
     write_alone(run, folder if steps[1] % 2 else other, step=4)
     assert {name.split("/")[1] for name in run.sizes()} == {"step-00000004"}
