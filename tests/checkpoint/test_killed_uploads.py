@@ -1,7 +1,7 @@
 """SIGKILL of ranks during an upload: the bucket has the last committed checkpoint, whole, and the run goes on.
 
 Ranks are killed between two calls of the disk, two requests or two parts of a shard, and by the server when a request
-has arrived. `scripts/kill_drill --address` kills whole runs.
+has arrived. `scripts/kill_drill` with an address kills whole runs.
 """
 
 import os
