@@ -15,14 +15,13 @@ as "all_to_all".
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanotrain.comm.autograd import apply_collective
+from nanotrain.comm.autograd import eager
 from nanotrain.comm.group import Group
 from nanotrain.comm.work import Work, translate_errors
 
@@ -63,16 +62,13 @@ def start_all_to_all(
     return Work(lambda: output, op="all_to_all", group=group, handles=[handle], keep=[output, tensor])
 
 
+@eager  # unlike the functions of autograd.py, whose collectives are operators of graphs
 def all_to_all(x: Tensor, group: Group, *, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:
     """All-to-all with autograd: the gradient of a row returns to the rank that sent the row.
 
     [sum(input_splits), ...] -> [sum(output_splits), ...], as `start_all_to_all`; `x` itself in a group of one rank.
     """
-    if group.size == 1:
-        return x
-    there = partial(_all_to_all, group=group, output_splits=output_splits, input_splits=input_splits)
-    back = partial(_all_to_all, group=group, output_splits=input_splits, input_splits=output_splits)
-    return apply_collective(x, there, backward=back)
+    return start_differentiable_all_to_all(x, group, output_splits=output_splits, input_splits=input_splits).wait()
 
 
 def start_differentiable_all_to_all(
@@ -167,9 +163,3 @@ def start_reduce_scatter_by_all_to_all(
         return output.copy_(total.div_(size) if op == "avg" else total)
 
     return work.then(finish)
-
-
-def _all_to_all(x: Tensor, group: Group, *, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:
-    output = x.new_empty((sum(output_splits), *x.shape[1:]))
-    work = start_all_to_all(output, x.contiguous(), output_splits=output_splits, input_splits=input_splits, group=group)
-    return work.wait()

@@ -84,13 +84,6 @@ def _apply(x: Tensor, group: Group, *, dim: int = 0, forward: TensorFunction, ba
     return out
 
 
-@eager  # unlike the functions above, whose collectives are operators of graphs
-def apply_collective(x: Tensor, forward: TensorFunction, *, backward: TensorFunction) -> Tensor:
-    """Apply `forward`, whose gradient is `backward` of the gradient of the output."""
-    out: Tensor = _Collective.apply(x, forward, backward)
-    return out
-
-
 class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: TensorFunction, backward: TensorFunction) -> Tensor:
