@@ -44,7 +44,7 @@ from nanotrain.kernels.linear import adds_wider
 from nanotrain.kernels.permute import plan_permutation
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model.context import LayerContext
-from nanotrain.model.router_stats import RouterStats, StatefulModule, count_ids
+from nanotrain.model.router_stats import RouterStats, StatefulModule
 from nanotrain.parallel.ep.token_dispatcher import Routing
 
 
@@ -129,7 +129,7 @@ class Router(StatefulModule):
             if self.moe.expert_capacity_factor is None:
                 tokens_per_expert, num_dropped = permutation.tokens_per_expert, None
             else:
-                tokens_per_expert = count_ids(topk_ids.flatten(), self.num_experts)
+                tokens_per_expert = plan_permutation(topk_ids.flatten(0, 1), self.num_experts).tokens_per_expert
                 num_dropped = (kept_ids == self.num_experts).sum()
             self.stats.count(tokens_per_expert, num_dropped=num_dropped, probabilities=probabilities.detach())
         return Routing(kept_ids, topk_weights.flatten(0, 1), permutation)

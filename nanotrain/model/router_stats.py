@@ -10,7 +10,6 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-_COPIES = 64
 SCALARS = ("num_tokens", "num_dropped", "entropy", "aux_loss", "z_loss")
 
 
@@ -111,17 +110,3 @@ def expert_biases(stage: nn.Module) -> dict[str, Tensor]:
     """The expert biases of a stage by their names in a checkpoint."""
     routers = routers_of(stage).items()
     return {f"router/{name}.expert_bias": r.expert_bias for name, r in routers if r.expert_bias is not None}
-
-
-def count_ids(ids: Tensor, size: int) -> Tensor:
-    """[N] int64 below `size` -> [size] int64, how often each occurs.
-
-    On GPUs additions to one address wait for each other, and all pairs of tokens and experts are counted in a few
-    addresses; so they are spread over `_COPIES` of them. Unlike `bincount` it needs no host sync.
-
-    >>> count_ids(torch.tensor([2, 0, 2]), 4).tolist()
-    [1, 0, 2, 0]
-    """
-    copies = torch.arange(len(ids), device=ids.device) % _COPIES
-    counts = ids.new_zeros(_COPIES * size).scatter_add_(0, copies * size + ids, torch.ones_like(ids))
-    return counts.view(_COPIES, size).sum(0)

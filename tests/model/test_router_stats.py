@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanotrain.model.router_stats import RouterStats, count_ids, routers_of
+from nanotrain.model.router_stats import RouterStats, routers_of
 from nanotrain.train.parts.router_balance import router_metrics, update_expert_bias
 
 E = 4
@@ -21,7 +21,7 @@ def count(router, experts, *, kept=None):
     experts = torch.tensor(experts)
     probabilities = torch.full((*experts.shape[:-1], E), 1 / E)
     num_dropped = None if kept is None else (torch.tensor(kept) == E).sum()
-    router.stats.count(count_ids(experts.flatten(), E), num_dropped=num_dropped, probabilities=probabilities)
+    router.stats.count(experts.flatten().bincount(minlength=E), num_dropped=num_dropped, probabilities=probabilities)
 
 
 def test_metrics_are_ratios_of_what_was_counted():
