@@ -256,7 +256,7 @@ def _model_parallel(plan: Plan, *, is_fused: bool) -> Iterator[ModelParallel]:
             tp=TensorParallel(group("tp"), plan.config.parallel.sequence_parallel),
             ep=group("ep"),
             etp=group("etp"),
-            ranks_per_node=plan.config.parallel.moe_hierarchical_dispatch,
+            dispatch=token_dispatcher.DispatchOptions.of(plan.config),
             sequence=group("tp_cp"),
             recompute=recompute,
         )

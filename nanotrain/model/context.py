@@ -35,6 +35,7 @@ from nanotrain.kernels.dropout import dropout, mix_in, sample_words
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model.rope import Rotary
 from nanotrain.parallel.cp.split import local_positions
+from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
 from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.topology.groups import GroupName
 
@@ -54,7 +55,7 @@ class ModelParallel:
     cp_comm_type: str = "p2p"  # how layers without a core attention do it: "a2a", or by passing states
     recompute: Recompute = field(default_factory=Recompute)  # recomputation in the stage
     tracks_logits: bool = False  # attention layers keep their largest logits, for QK-clip
-    ranks_per_node: int | None = None  # a token is sent to every so many ranks of ep once; None: to every expert
+    dispatch: DispatchOptions = field(default_factory=DispatchOptions)  # how tokens are sent to their experts
     layers_in_bf16: frozenset[int] = frozenset()  # layers without fp8, where others have it
 
     def of_layer(self, layer: int) -> "ModelParallel":

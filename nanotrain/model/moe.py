@@ -13,6 +13,7 @@ have one token, each routes all of them.
     B batch   S tokens of a sequence at the input of the layer   H hidden
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -28,7 +29,7 @@ from nanotrain.model.context import HiddenDropout, LayerContext, ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.router import Router
 from nanotrain.parallel.ep.experts import EXPERT_LINEARS, ExpertOptions, Experts
-from nanotrain.parallel.ep.token_dispatcher import DispatchOptions, build_token_dispatcher
+from nanotrain.parallel.ep.token_dispatcher import build_token_dispatcher
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, TensorParallel
 
 _SEQUENCE = 1  # the dim of [B, S, H] that is split over tp
@@ -68,9 +69,10 @@ class MoELayer(nn.Module):
             dp=parallel.dp,
             recompute=parallel.recompute,
         )
-        may_drop = moe.expert_capacity_factor is not None
-        options = DispatchOptions(may_drop, parallel.ranks_per_node, parallel.recompute)
-        self._dispatcher = build_token_dispatcher(moe.num_experts, ep=parallel.ep, etp=parallel.etp, options=options)
+        options = replace(
+            parallel.dispatch, may_drop=moe.expert_capacity_factor is not None, recompute=parallel.recompute
+        )
+        self.dispatcher = build_token_dispatcher(moe.num_experts, ep=parallel.ep, etp=parallel.etp, options=options)
         latent = partial(_latent_projection, params, tensor_parallel=parallel.tp.unsharded)
         self.fc1_latent_proj, self.fc2_latent_proj = latent("fc1_latent_proj"), latent("fc2_latent_proj")
         of_experts, num_local = params.submodule("experts"), moe.num_experts // parallel.ep.size
@@ -80,7 +82,7 @@ class MoELayer(nn.Module):
             linears,
             activation=build_activation(model_config, of_experts),
             options=ExpertOptions(
-                may_drop=self._dispatcher.keeps_dropped and may_drop,
+                may_drop=self.dispatcher.has_padding,
                 wgrad_queue=parallel.tp.wgrad_queue,
                 experts=experts,
                 fp8=expert_fp8_options(parallel.tp.fp8, experts, etp=parallel.etp, sequence=parallel.sequence),
@@ -96,7 +98,7 @@ class MoELayer(nn.Module):
         """[B, S, H] -> [B, S, H]."""
         local = split_along(hidden, self._split, dim=_SEQUENCE)
         routing = self.router(local, context, positions=partial(self._positions, local, context))
-        finish = self._dispatcher(self.fc1_latent_proj(local).flatten(0, 1), routing, kept=context.dispatch_splits)
+        finish = self.dispatcher(self.fc1_latent_proj(local).flatten(0, 1), routing, kept=context.dispatch_splits)
         shared = None if self.shared is None else self.shared(hidden, context)  # while tokens travel
         if shared is not None and self.shared_gate is not None:  # a factor of each token, the same on every tp rank
             shared = self.shared_gate.fprop(hidden).sigmoid() * shared

@@ -286,20 +286,20 @@ class Layers(RankSizes):
         hidden, inner = shape.expert_input_size, shape.moe_ffn_size // self.etp
         tokens = self.tokens // self.tp
         pairs = int(tokens * moe.router_topk * self.scenario.imbalance)
+        rows = int(pairs * self.scenario.padding)
         router = tokens * moe.num_experts * ROUTER_BYTES + tokens * self.width
-        launches = (ROUTER_LAUNCHES, ROUTER_LAUNCHES)
-        part = self.memory("moe", router, backward=2 * router, launches=launches)
+        part = self.memory("moe", router, backward=2 * router, launches=(ROUTER_LAUNCHES, ROUTER_LAUNCHES))
         width = moe.shared_expert_intermediate_size
         shared = [] if width is None else self.mlp("moe", width)
         parts = [self.paced(part, is_graphed=self.scenario.cuda_graphs)]
-        parts.append(self._beside(self.dispatch(pairs, tokens), shared))
+        parts.append(self._beside(self.dispatch(rows, tokens), shared))
         num_local, received = moe.num_experts // self.ep, pairs * self.etp
         if moe.latent_size is not None:  # both projections
             parts += self.linear("moe", (tokens, 2 * hidden, shape.hidden_size))
         parts += self.linear("moe", (received, inner * (1 + shape.is_gated), hidden), num_experts=num_local)
-        parts.append(self.activation("moe_act", received * inner))
+        parts.append(self.activation("moe_act", rows * self.etp * inner))
         parts += self.linear("moe", (received, hidden, inner), num_experts=num_local)
-        return [*parts, self.dispatch(pairs, tokens), *shared]
+        return [*parts, self.dispatch(rows, tokens), *shared]
 
     def _beside(self, dispatch: Part, shared: Parts) -> Part:
         """A dispatch of tokens, and of their gradients, that the shared expert hides a part of."""

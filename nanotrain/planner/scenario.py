@@ -99,6 +99,12 @@ class Scenario:
         gpu = _with_link(self.gpu, self.engine.link) if self.engine.link else self.gpu
         return as_calibrated(gpu)
 
+    @property
+    def padding(self) -> float:
+        """Rows in which tokens are sent to their experts, relative to the tokens of the busiest rank."""
+        factor = self.config.parallel.moe_expert_rank_capacity_factor or 1.0
+        return max(1.0, min(factor, self.sizes["ep"]) / self.imbalance)
+
     def ranks(self, name: str) -> Sequence[int]:
         """The group of the first rank along an axis, or along dp_cp, its shards or their replicas, also of experts."""
         return _ranks(self.topology, name)

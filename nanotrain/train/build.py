@@ -39,6 +39,7 @@ from nanotrain.parallel.cp import build_core_attention
 from nanotrain.parallel.cp.split import split_batch
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.options import DataParallelOptions, ReduceGroups
+from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
 from nanotrain.parallel.pp.executor import Pipeline, RunnableStage
 from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.precision.dtypes import Precision
@@ -204,7 +205,7 @@ def _model_parallel(plan: Plan, context: ParallelContext, *, wgrad_queue: WgradQ
         core_attention=build_core_attention(parallel.cp_comm_type, context.group("cp"), kernels=attention.kernels()),
         ep=context.group("ep"),
         etp=context.group("etp"),
-        ranks_per_node=parallel.moe_hierarchical_dispatch,
+        dispatch=DispatchOptions.of(config),
         sequence=sequence,
         tracks_logits=config.optim.qk_clip or config.train.log_max_attention_logit,
         layers_in_bf16=layers_in_bf16(config.precision.fp8, config.model.num_layers),

@@ -100,7 +100,7 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 GPIPE, ZB = {"pipeline_schedule": "gpipe"}, {"pipeline_schedule": "zb-h1"}
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
 ZB_V, DUAL = VPP | {"pipeline_schedule": "zb-v"}, VPP | {"pipeline_schedule": "dualpipev"}
-TURNS = {"overlap_moe_expert_parallel_comm": True}
+TURNS, PADDED = {"overlap_moe_expert_parallel_comm": True}, {"moe_expert_rank_capacity_factor": 1.9}
 OUTER, AVERAGE = {"outer_dp_sharding_strategy": "optim"}, {"ddp_average_in_collective": True}
 KEPT, BLOCKS = {"reshard_after_forward": False}, {"fsdp_double_buffer": True, "fsdp_prefetch_depth": 2}
 ALL_REDUCE = {"force_all_reduce": True}
@@ -142,6 +142,8 @@ LAYOUTS = [
     Layout("experts", 4, "optim_grads", {"ep": 2}, options=OVERLAP),
     Layout("biased", 4, "optim", {"ep": 4}, microbatches=1, options={"moe_hierarchical_dispatch": 2}),
     Layout("experts", 4, "no_shard", {"ep": 2}),
+    Layout("biased", 4, "optim", {"tp": 2, "etp": 1, "ep": 4}, options=SP | {"moe_expert_rank_capacity_factor": 4.0}),
+    Layout("capacity", 4, "optim_grads", {"tp": 2, "etp": 2, "ep": 2}, options=SP | TURNS | PADDED),
     Layout("biased", 4, "optim", {"tp": 2, "etp": 1, "ep": 2}, options=SP),
     Layout("experts", 4, "optim_grads", {"tp": 2, "etp": 2, "ep": 2}),
     Layout("capacity", 4, "optim", {"cp": 2, "ep": 2}, options={"moe_hierarchical_dispatch": 1}),

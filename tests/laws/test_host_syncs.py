@@ -28,6 +28,7 @@ DSA = {
     "experimental_attention_variant": "dsa",
     "dsa_indexer_topk": 4,
 }
+PADDED, TURNS = {"moe_expert_rank_capacity_factor": 2.0}, {"overlap_moe_expert_parallel_comm": True}
 LAYOUTS = {
     "one rank": (1, {}, {}),
     "dp, optim": (4, {"strategy": "optim"}, {}),
@@ -44,6 +45,10 @@ LAYOUTS = {
     "documents and cp": (4, {"cp": 2, "strategy": "optim"}, {"data": {"reset_attention_mask": True}}),
     "qk clip": (2, {"tp": 2}, {"optim": {"qk_clip": True}, "train": {"log_max_attention_logit": True}}),
     "moe": (2, {"strategy": "optim"}, {"model": MOE}),
+    "moe, etp": (2, {"tp": 2, "etp": 2}, {"model": MOE}),
+    "moe, padded": (4, {"ep": 2, "strategy": "optim"} | PADDED, {"model": MOE}),
+    "moe, padded, etp and turns": (4, {"tp": 2, "etp": 2, "ep": 2} | PADDED | TURNS, {"model": MOE}),
+    "moe, padded, recomputed": (4, {"ep": 4} | PADDED, {"model": MOE, "memory": {"recompute_granularity": "full"}}),
     "sparse attention": (4, {"tp": 2, "cp": 2, "cp_comm_type": "allgather"}, {"model": DSA}),
     "average and norms": (
         2,

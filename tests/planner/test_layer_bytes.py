@@ -90,6 +90,8 @@ def test_experts_keep_evenly_routed_tokens() -> None:
     assert LayerBytes(replace(layers.scenario, imbalance=1.5)).block(0)[4].saved == layers.block(0)[4].saved
     more = sum(op.saved for op in LayerBytes(replace(layers.scenario, imbalance=1.5)).block(0))
     assert more - sum(op.saved for op in layers.block(0)) == pairs // 2 * (H + 3 * F) * 2
+    padded = LayerBytes(llama(8, moe_expert_rank_capacity_factor=1.5, **values))
+    assert sum(op.saved for op in padded.block(0)) == more
 
 
 def test_inputs_in_8_bits_are_smaller() -> None:

@@ -79,8 +79,9 @@ def test_experts_take_the_time_of_the_tokens_that_they_get() -> None:
     dense, _ = passes(Layers(llama(8, ffn_hidden_size=8 * 1024)))
     experts, _ = passes(Layers(llama(8, ep=8, **MOE)))
     busy, _ = passes(Layers(llama(8, ep=8, options={"imbalance": 1.5}, **MOE)))
-    assert dense.compute < experts.compute < busy.compute
-    assert experts.exposed["ep"] > 0
+    padded, _ = passes(Layers(llama(8, ep=8, moe_expert_rank_capacity_factor=1.5, **MOE)))
+    assert dense.compute < experts.compute < padded.compute < busy.compute, "products skip padding"
+    assert 0 < experts.exposed["ep"] < padded.exposed["ep"] == busy.exposed["ep"]
 
 
 def test_a_node_gets_every_token_once_with_a_flexible_dispatcher() -> None:

@@ -2,6 +2,7 @@
 
     LocalTokenDispatcher      all experts are on this rank: permute, experts, unpermute
     HierarchicalTokenDispatcher   a token crosses to each node once
+    PaddedTokenDispatcher     all-to-alls of fixed sizes: the host waits for nothing
     AllToAllTokenDispatcher   experts are sharded over ep, their matrices over etp (Lepikhin et al. 2020, section 3):
 
     permute      (token, expert) pairs sorted by expert, so those for one rank are adjacent
@@ -19,6 +20,7 @@ T tokens of this rank   K experts per token   E experts   P permuted tokens   H 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ from nanotrain.comm.collectives import start_all_gather_into
 from nanotrain.comm.device import HostCopy
 from nanotrain.comm.group import Group
 from nanotrain.comm.work import Work
+from nanotrain.config.config import Config
 from nanotrain.kernels.permute import Permutation, inverse_of, permute, plan_permutation, reorder, unpermute
 from nanotrain.memory.recompute import Recompute
 
@@ -52,7 +55,33 @@ class DispatchOptions:
 
     may_drop: bool = False  # whether there can be dropped pairs
     ranks_per_node: int | None = None  # tokens are sent to every so many ranks of ep once; None: to every expert
+    rank_capacity_factor: float | None = None  # pairs for one rank of ep, relative to an even share; None: any number
     recompute: Recompute = field(default_factory=Recompute)  # a recomputed forward has the counts of its first run
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """The options of a run."""
+        parallel, moe = config.parallel, config.model.moe
+        may_drop = moe is not None and moe.expert_capacity_factor is not None
+        return cls(may_drop, parallel.moe_hierarchical_dispatch, parallel.moe_expert_rank_capacity_factor)
+
+    def padded_split(self, num_tokens: int, topk: int, *, num_experts: int, ep: int) -> tuple[int, int]:
+        """The most pairs that `PaddedTokenDispatcher` sends to one rank of ep, and the rows that it sends them in.
+
+        There is a row more where a pair may not be sent: the last row of all is then padding.
+
+        >>> DispatchOptions(rank_capacity_factor=1.5).padded_split(16, 2, num_experts=8, ep=4)
+        (12, 13)
+        """
+        capacity, most = int((self.rank_capacity_factor or ep) * num_tokens * topk / ep), num_tokens * topk
+        most = min(most, num_tokens * num_experts // ep)  # a token goes to an expert once
+        return min(capacity, most), min(capacity, most) + (self.may_drop or capacity < most)
+
+    def num_rows(self, num_tokens: int, topk: int, *, num_experts: int, ep: int) -> int:
+        """Rows that a rank sends to all ranks of ep, itself among them; as many arrive, where not padded on average."""
+        if self.rank_capacity_factor is None and ep > 1:
+            return num_tokens * topk
+        return ep * self.padded_split(num_tokens, topk, num_experts=num_experts, ep=ep)[1]
 
 
 def build_token_dispatcher(
@@ -61,7 +90,9 @@ def build_token_dispatcher(
     """The dispatcher for experts sharded over `ep`, with matrices sharded over `etp`."""
     options = options or DispatchOptions()
     if ep.size * etp.size == 1:
-        return LocalTokenDispatcher(num_experts)
+        return LocalTokenDispatcher(num_experts, may_drop=options.may_drop)
+    if options.rank_capacity_factor is not None or ep.size == 1:
+        return PaddedTokenDispatcher(num_experts, ep=ep, etp=etp, options=options)
     if options.ranks_per_node is not None and options.ranks_per_node < ep.size:
         return HierarchicalTokenDispatcher(num_experts, ep=ep, etp=etp, options=options)
     return AllToAllTokenDispatcher(num_experts, ep=ep, etp=etp, options=options)
@@ -70,10 +101,9 @@ def build_token_dispatcher(
 class LocalTokenDispatcher:
     """All experts are on this rank; dropped pairs stay among the permuted tokens, so no host sync is needed."""
 
-    keeps_dropped = True  # dropped pairs are passed to `RunExperts`, after those of the last expert
-
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, *, may_drop: bool = False) -> None:
         self._num_experts = num_experts
+        self.has_padding = may_drop  # rows of no expert are passed to `RunExperts`, after those of the last one
 
     def __call__(self, x: Tensor, routing: Routing, *, kept: "KeptSplits | None" = None) -> Finish:
         """Permute tokens [T, H]."""
@@ -90,7 +120,7 @@ class LocalTokenDispatcher:
 class AllToAllTokenDispatcher:
     """Experts are on several ranks; rank i of `ep` holds the i-th equal shard of them."""
 
-    keeps_dropped = False
+    has_padding = False
 
     def __init__(self, num_experts: int, *, ep: Group, etp: Group, options: DispatchOptions) -> None:
         assert num_experts % ep.size == 0, "every rank of ep holds the same number of experts"
@@ -105,10 +135,7 @@ class AllToAllTokenDispatcher:
     ) -> tuple[Finish, Callable[[Tensor], Work[Tensor]]]:
         """Permute and send tokens [T, H]; also returns a function that sends further rows [T, ...] the same way."""
         permutation = routing.permutation or plan_permutation(routing.topk_ids, self._num_experts)
-        if not (self._options.recompute.is_recomputing and self in kept):
-            kept[self] = self._start_counts(permutation.tokens_per_expert)
-        # Without dropped pairs the permutation is launched before the host waits for the counts.
-        num_sent = sum(kept[self].wait().ep_inputs) if self._options.may_drop else routing.topk_ids.numel()
+        routing, permutation, num_sent = self._plan(routing, permutation, kept=kept)
         permuted = permute(x, permutation, num_permuted=num_sent)
         splits = kept[self].wait()
         back = {"input_splits": splits.ep_outputs, "output_splits": splits.ep_inputs}
@@ -128,8 +155,25 @@ class AllToAllTokenDispatcher:
 
         return finish, send
 
-    def _start_counts(self, sent: Tensor) -> "Work[_Splits]":
-        """Exchange the token counts of this rank [E] int32; the host waits for their copy, not for the device."""
+    def _plan(
+        self, routing: Routing, permutation: Permutation, *, kept: "KeptSplits"
+    ) -> tuple[Routing, Permutation, int]:
+        """Start the exchange of the counts; returns weights and positions of the pairs, and the number of rows sent."""
+        if not (self._options.recompute.is_recomputing and self in kept):
+            kept[self] = self._start_splits(permutation.tokens_per_expert)
+        # Without dropped pairs the permutation is launched before the host waits for the counts.
+        num_sent = sum(kept[self].wait().ep_inputs) if self._options.may_drop else routing.topk_ids.numel()
+        return routing, permutation, num_sent
+
+    def _start_splits(self, sent: Tensor) -> "Work[_Splits]":
+        """From the token counts of this rank [E] int32; the host waits for the copy of all, not for the device."""
+        counts, work = self._start_counts(sent)
+        copy = HostCopy.after(work, counts.flatten())
+        arrived = Work(lambda: on_host(copy, counts, ep=self._ep), op="all_to_all", group=self._ep, keep=[counts])
+        return arrived.then(lambda numbers: _Splits.of(numbers, counts, ep=self._ep, etp=self._etp))
+
+    def _start_counts(self, sent: Tensor) -> tuple[Tensor, Work[Tensor]]:
+        """Exchange the token counts of this rank [E] int32; counts [1 + etp, E] once the work is done."""
         counts = sent.new_empty(1 + self._etp.size, len(sent))  # sent, and received by each rank of etp
         counts[0].copy_(sent)
         received, shares = counts[1 + self._etp.index], [len(sent) // self._ep.size] * self._ep.size
@@ -137,9 +181,51 @@ class AllToAllTokenDispatcher:
         if self._etp.size > 1:
             work.wait()
             work = start_all_gather_into(counts[1:], received, group=self._etp)
-        copy = HostCopy.after(work, counts.flatten())
-        arrived = Work(lambda: on_host(copy, counts, ep=self._ep), op="all_to_all", group=self._ep, keep=[counts])
-        return arrived.then(lambda numbers: _Splits.of(numbers, counts, ep=self._ep, etp=self._etp))
+        return counts, work
+
+
+class PaddedTokenDispatcher(AllToAllTokenDispatcher):
+    """As many rows between any two ranks of ep, however many tokens there are: the counts stay on the device.
+
+        sent to a rank   [its pairs, sorted by expert | padding]         one size, see `padded_split`
+        for its experts  [pairs of all ranks, sorted by expert | padding]
+
+    A rank that has more pairs for another one than that returns NaN for all its tokens, so that the step is skipped.
+    Without gradients, as in validation, sizes are exact and the host waits for them.
+
+    Attributes:
+        peak: [2] int64, the most pairs for one rank, and the pairs of this rank; None before the first microbatch.
+    """
+
+    def __init__(self, num_experts: int, *, ep: Group, etp: Group, options: DispatchOptions) -> None:
+        super().__init__(num_experts, ep=ep, etp=etp, options=options)
+        self.has_padding = options.may_drop or ep.size > 1
+        self.peak: Tensor | None = None
+
+    def _plan(
+        self, routing: Routing, permutation: Permutation, *, kept: "KeptSplits"
+    ) -> tuple[Routing, Permutation, int]:
+        if not torch.is_grad_enabled():
+            return super()._plan(routing, permutation, kept=kept)
+        ids, bounds, size = routing.topk_ids, permutation.bounds, self._ep.size
+        num_local, (num_tokens, topk) = self._num_experts // size, ids.shape
+        capacity, rows = self._options.padded_split(num_tokens, topk, num_experts=self._num_experts, ep=size)
+        starts, ranks = bounds[::num_local], ids // num_local  # [ep + 1], [T, K]; ep for dropped pairs
+        if not (self._options.recompute.is_recomputing and self in kept):
+            ends = (bounds[1:].view(size, num_local) - starts[:-1, None]).clamp(max=capacity)
+            counts, work = self._start_counts(ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1])).flatten())
+            kept[self] = work.then(lambda _: _Splits.padded(counts, rows, ep=self._ep, etp=self._etp))
+        largest = starts.diff().max()
+        peak = torch.stack([largest.long(), torch.full_like(largest, ids.numel(), dtype=torch.int64)])
+        self.peak = peak if self.peak is None else torch.maximum(self.peak, peak)
+        weights = routing.topk_weights.masked_fill(largest > capacity, torch.nan)
+        positions = permutation.inverse - starts[ranks]
+        is_sent = (ranks < size) & (positions < capacity)
+        # The experts return zeros for padding, as which the pairs that are not sent count.
+        inverse = torch.where(is_sent, ranks * rows + positions, size * rows - 1)
+        order = torch.zeros(size * rows, dtype=torch.int64, device=ids.device)
+        order.scatter_(0, inverse.flatten(), torch.arange(ids.numel(), device=ids.device))
+        return replace(routing, topk_weights=weights), Permutation(order, inverse, bounds), size * rows
 
 
 class HierarchicalTokenDispatcher:
@@ -152,7 +238,7 @@ class HierarchicalTokenDispatcher:
     its experts are there. The sum of a node is rounded to the dtype of the tokens, and the host waits twice per layer.
     """
 
-    keeps_dropped = False
+    has_padding = False
 
     def __init__(self, num_experts: int, *, ep: Group, etp: Group, options: DispatchOptions) -> None:
         size = options.ranks_per_node or 1
@@ -202,7 +288,8 @@ class _Splits:
     ep_inputs: list[int]  # sent to each rank of ep
     ep_outputs: list[int]  # received from each rank of ep
     etp: list[int]  # received by each rank of etp over its ep group
-    tokens_per_expert: Tensor  # [etp * ep, local experts] int32, by source rank
+    tokens_per_expert: Tensor  # [etp * ep, local experts] int32, by source rank; a further column counts padding
+    num_experts: int  # local ones
 
     @classmethod
     def of(cls, numbers: list[int], counts: Tensor, *, ep: Group, etp: Group) -> "_Splits":
@@ -210,7 +297,14 @@ class _Splits:
         size = counts.shape[1] // ep.size
         sums = [sum(numbers[start : start + size]) for start in range(0, len(numbers), size)]
         inputs, *outputs = (sums[start : start + ep.size] for start in range(0, len(sums), ep.size))
-        return cls(inputs, outputs[etp.index], list(map(sum, outputs)), counts[1:].reshape(-1, size))
+        return cls(inputs, outputs[etp.index], list(map(sum, outputs)), counts[1:].reshape(-1, size), size)
+
+    @classmethod
+    def padded(cls, counts: Tensor, rows: int, *, ep: Group, etp: Group) -> "_Splits":
+        """As many rows between all ranks; counts [1 + etp, E] are on the device."""
+        sizes, received = [rows] * ep.size, counts[1:].reshape(etp.size * ep.size, -1)
+        padding = rows - received.sum(1, keepdim=True, dtype=received.dtype)
+        return cls(sizes, sizes, [sum(sizes)] * etp.size, torch.cat([received, padding], 1), received.shape[1])
 
 
 # The split sizes of the dispatchers of a stage in one microbatch, for its recomputation.
@@ -236,8 +330,8 @@ def _reduce_scatter(permuted: Tensor, group: Group, *, splits: list[int]) -> Ten
 
 def _in_expert_order(permuted: Tensor, splits: _Splits, *, run_experts: RunExperts) -> Tensor:
     """The outputs of the experts for tokens in the order of their source ranks."""
-    offs = _offs(splits.tokens_per_expert.sum(0))
-    if len(offs) == 1:
+    offs = _offs(splits.tokens_per_expert.sum(0))[: splits.num_experts]
+    if splits.tokens_per_expert.shape[1] == 1:
         return run_experts(permuted, offs)
     order = _expert_order(splits.tokens_per_expert, num_permuted=sum(splits.etp))
     inverse = inverse_of(order)

@@ -37,7 +37,8 @@ class RouterBalance(StepPart):
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
         for name, own in zip(self._names, sums.view(-1, self._length), strict=True):
             if name in self._routers:
-                update_expert_bias(self._routers[name], own[: -len(SCALARS)], rate=self._rate)
+                moved = torch.where(update.skipped, 0.0, own[: -len(SCALARS)])
+                update_expert_bias(self._routers[name], moved, rate=self._rate)
         return sums
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from nanotrain.train.parts.moving_average import MovingAverage
 from nanotrain.train.parts.norms import GroupNorms, ParamsNorm
 from nanotrain.train.parts.part import BuiltModel, StepPart, StepParts
 from nanotrain.train.parts.qk_clip import MaxAttentionLogit, QKClip
+from nanotrain.train.parts.rank_capacity import RankCapacity
 from nanotrain.train.parts.router_balance import RouterBalance
 
 # by name: whether a model has the part, and the part
@@ -26,6 +27,10 @@ PARTS: dict[str, tuple[Callable[[BuiltModel], object], Callable[[BuiltModel], St
     "indexer_loss": (lambda model: model.plan.shape.dsa and model.plan.shape.dsa.loss_coeff, IndexerLoss),
     "source_losses": (lambda model: source_names(model.dataset), SourceLosses),
     "router_balance": (lambda model: model.config.model.moe, RouterBalance),
+    "rank_capacity": (
+        lambda model: model.context.group("ep").size > 1 and model.config.parallel.moe_expert_rank_capacity_factor,
+        RankCapacity,
+    ),
     "max_attention_logit": (lambda model: model.config.train.log_max_attention_logit, MaxAttentionLogit),
     "qk_clip": (lambda model: model.config.optim.qk_clip, QKClip),
     "moving_average": (lambda model: model.config.optim.ema_decay is not None, MovingAverage),

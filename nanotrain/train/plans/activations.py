@@ -12,6 +12,7 @@ import torch
 
 from nanotrain.attention.backends import AttentionChoice, AttentionDevice, installed_torch
 from nanotrain.memory.block_transforms import recomputed_groups
+from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
 from nanotrain.parallel.tp.loss import chunk_tokens
 from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.declaration import RankSizes
@@ -56,6 +57,10 @@ class Activations(RankSizes):
         self.has_fp8 = config.precision.fp8 is not None
         layers = [layer for stage in plan.stages for layer in (*stage.spec.layers, *stage.mtp_layers)]
         self.has_experts = any(map(self.shape.has_experts, layers))
+        self.expert_rows = 0  # what a rank sends to experts, those on itself included
+        if (moe := self.shape.moe) is not None:
+            num_tokens, sizes = self.tokens // self.tp, {"num_experts": moe.num_experts, "ep": self.ep}
+            self.expert_rows = DispatchOptions.of(config).num_rows(num_tokens, moe.router_topk, **sizes)
 
     def stage(self, spec: StageSpec) -> StageBytes:
         """The blocks, the head and the multi-token prediction of a stage, with the recomputation of the plan."""
@@ -128,17 +133,17 @@ class Activations(RankSizes):
     def _mlp_working(self) -> int:
         """Gradients of hidden states, inside the MLP and of experts."""
         moe = self.shape.moe if self.has_experts else None
-        inner = max(self.shape.ffn_size, moe.router_topk * self.shape.moe_ffn_size if moe else 0) // self.tp
+        inner = self.tokens * self.shape.ffn_size // self.tp * self.itemsize
+        inner = max(inner, self.expert_rows * self.shape.moe_ffn_size * self.itemsize if moe else 0)
         if self.device == "cpu":
-            return self.tokens * 3 * (inner * self.itemsize + self.width) + self._fp8_working()
+            return 3 * (inner + self.tokens * self.width) + self._fp8_working()
         # Of a gate and up, whose product is freed before. The grouped product returns the gradients of experts.
         num_inner = 1 + self.shape.is_gated + (self.shape.is_gated and self._num_inner() > 3)
-        block = self.tokens * (num_inner * inner * self.itemsize + 2 * self.width) + self._fp8_working()
+        block = num_inner * inner + 2 * self.tokens * self.width + self._fp8_working()
         if moe is None:
             return block
         num_weights = (1 + self.shape.is_gated) * moe.num_experts // self.ep
-        num_pairs, inner = self.tokens * moe.router_topk // self.tp, self.shape.moe_ffn_size // self.etp
-        return block + (num_pairs + num_weights * inner) * self.width
+        return block + (self.expert_rows + num_weights * self.shape.moe_ffn_size // self.etp) * self.width
 
     def loss_working(self, *, is_training: bool = True) -> int:
         """Temporaries of the loss: its inputs, which autograd does not save, and logits of a chunk and gradients."""
@@ -223,7 +228,7 @@ class Activations(RankSizes):
         return 4 - is_swiglu + 2 * (model.activation_func_clamp_value is not None)
 
     def experts(self, modules: Collection[str]) -> int:
-        """Router, permuted tokens before, inside and after the experts (evenly routed), shared expert."""
+        """Router, permuted tokens before, inside and after the experts (padded or evenly routed), shared expert."""
         moe, keeps_normed = self.shape.moe, "layernorm" not in modules
         assert moe is not None, "callers check it"
         if "moe" in modules:
@@ -236,8 +241,8 @@ class Activations(RankSizes):
         router += is_low * moe.num_experts * self.shape.hidden_size * FP32
         num_inner = (1 + self.shape.is_gated) if "moe_act" in modules else self._num_inner()
         inner = self.shape.moe_ffn_size // self.etp * num_inner * self.itemsize
-        pairs, width = routed * moe.router_topk, self.shape.expert_input_size * self.itemsize
-        experts = pairs * self.etp * (width + inner + 2 * INT64) + pairs * (width + 2 * INT64 + FP32)
+        rows, width = self.expert_rows, self.shape.expert_input_size * self.itemsize
+        experts = rows * self.etp * (width + inner + 2 * INT64) + rows * (width + 2 * INT64 + FP32)
         experts += (moe.latent_size is not None) * routed * width
         if moe.shared_expert_intermediate_size is None:
             return router + experts

@@ -4,8 +4,8 @@
     embedding       gradients of the tied embedding: embed
     pipeline        hidden states and their gradients: pp
     attention       keys, values, outputs and states: cp, by kind of layer
-    experts         tokens: ep, etp; for routers that choose every expert equally often, and as many nodes per token as
-                    there can be
+    experts         tokens: ep, etp; padded, or for routers that choose every expert equally often, and as many nodes
+                    per token as there can be
     matrices        hidden matrices of Muon: shard and replicate groups, tp, etp
 
 The counts equal those of `comm/group.py` in a run; a recomputed forward counts twice. Not included: tensor
@@ -23,6 +23,7 @@ from nanotrain.optim.matrix_update import WholeMatrices, grid_groups, plan_matri
 from nanotrain.parallel.dp.fp8_weights import scales_shape
 from nanotrain.parallel.dp.layout import BufferLayout
 from nanotrain.parallel.dp.units import GatherOrder
+from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
 from nanotrain.parallel.pp.actions import ActionKind
 from nanotrain.parallel.pp.transfers import TransferBatch
 from nanotrain.precision.dtypes import Precision
@@ -142,7 +143,8 @@ def experts(plan: Plan) -> Iterator[tuple[Key, int]]:
     )
     # what experts read of all tokens of this rank, once per expert they are sent to
     row = plan.shape.expert_input_size * Precision.of(plan.config.precision).params.itemsize
-    routed = num_tokens * moe.router_topk * row
+    sizes = {"num_experts": moe.num_experts, "ep": plan.groups["ep"].size}
+    routed = DispatchOptions.of(plan.config).num_rows(num_tokens, moe.router_topk, **sizes) * row
     counts = moe.num_experts * COUNT_BYTES  # known where layers are recomputed
     passes = ((_layers(plan), TOKEN_TRIPS, counts), (recomputed_layers(plan, "moe"), TOKEN_TRIPS // 2, 0))
     for layers, trips, counted in passes:

@@ -12,6 +12,7 @@ from nanotrain.parallel.ep.token_dispatcher import (
     DispatchOptions,
     HierarchicalTokenDispatcher,
     LocalTokenDispatcher,
+    PaddedTokenDispatcher,
     Routing,
     build_token_dispatcher,
 )
@@ -23,10 +24,10 @@ E, H, T, K = 8, 4, 12, 3
 DROPS = DispatchOptions(may_drop=True)
 
 
-def tokens_of(rank):
-    """The tokens of a rank: uneven counts, none on rank 2; some pairs dropped."""
+def tokens_of(rank, *, is_even=False):
+    """The tokens of a rank: as many on all ranks, or uneven counts and none on rank 2; some pairs dropped."""
     generator = torch.Generator().manual_seed(rank)
-    num_tokens = 0 if rank == 2 else T + rank
+    num_tokens = T if is_even else 0 if rank == 2 else T + rank
     x = torch.randn(num_tokens, H, generator=generator).requires_grad_()
     scores = torch.rand(num_tokens, E, generator=generator)
     scores[:, 5] = -1.0  # no token uses expert 5
@@ -55,7 +56,7 @@ def times_expert(first, last, share=1.0):
 
 def equals_local(ctx, ranks_per_node=None):
     ep, etp = ctx.group("ep"), ctx.group("etp")
-    x, routing, grad = tokens_of(ctx.rank)
+    x, routing, grad = tokens_of(ctx.rank, is_even=ep.size == 1)
     expected = outcome(LocalTokenDispatcher(E), x, routing, grad, run_experts=times_expert(0, E))
     size = E // ep.size
     mine = times_expert(ep.index * size, (ep.index + 1) * size, share=1 / etp.size)
@@ -68,12 +69,51 @@ def equals_local(ctx, ranks_per_node=None):
     )
 
 
+def padded_and_exact(ctx, factor, may_drop):
+    """Outcomes of both dispatchers, the bytes that the padded one sent and the plan of them, and its peak."""
+    ep, etp = ctx.group("ep"), ctx.group("etp")
+    x, routing, grad = tokens_of(ctx.rank, is_even=True)
+    if not may_drop:
+        routing = replace(routing, topk_ids=routing.topk_ids.where(routing.topk_ids < E, 5))
+    size, options = E // ep.size, DispatchOptions(may_drop)
+    mine = times_expert(ep.index * size, (ep.index + 1) * size, share=1 / etp.size)
+    exact = outcome(AllToAllTokenDispatcher(E, ep=ep, etp=etp, options=options), x, routing, grad, run_experts=mine)
+    before = {op: ctx.traffic.bytes(*op) for op in EXPERT_BYTES}
+    options = replace(options, rank_capacity_factor=factor)
+    dispatch = build_token_dispatcher(E, ep=ep, etp=etp, options=options)
+    assert isinstance(dispatch, PaddedTokenDispatcher) and dispatch.has_padding == (may_drop or ep.size > 1)
+    padded = outcome(dispatch, x, routing, grad, run_experts=mine)
+    _, rows = options.padded_split(T, K, num_experts=E, ep=ep.size)
+    tokens, counts = TOKEN_TRIPS * ep.size * rows * H * 4, E * COUNT_BYTES
+    planned = {op: count(tokens, counts, ctx.group(op[0]).size) for op, count in EXPERT_BYTES.items()}
+    assert {op: ctx.traffic.bytes(*op) - before[op] for op in EXPERT_BYTES} == planned
+    with torch.no_grad():  # exact again
+        out = dispatch(x, routing)(mine)
+    assert torch.equal(out, exact[0])
+    most = max((routing.topk_ids // size == rank).sum().item() for rank in range(ep.size))
+    assert dispatch.peak.tolist() == [most, T * K]
+    return exact, padded, most
+
+
 SHARDINGS = [(2, {"ep": 2}), (2, {"etp": 2}), (4, {"ep": 4}), (4, {"ep": 2}), (4, {"ep": 2, "etp": 2})]
 
 
 @pytest.mark.parametrize(("num_ranks", "sizes"), SHARDINGS)
 def test_any_sharding_of_the_experts_equals_one_rank(num_ranks, sizes):
     run_ranks(num_ranks, equals_local, **sizes, shares=True)
+
+
+@pytest.mark.parametrize("may_drop", [False, True])
+@pytest.mark.parametrize(("num_ranks", "sizes"), SHARDINGS)
+def test_padded_all_to_alls_return_the_same_bits(num_ranks, sizes, may_drop):
+    for factor in (2.0, 1e9):
+        for exact, padded, _ in run_ranks(num_ranks, padded_and_exact, factor, may_drop, **sizes, shares=True):
+            assert all(map(torch.equal, exact, padded))
+
+
+def test_more_tokens_than_the_padded_size_are_no_numbers():
+    for _, (out, grad_x, _), most in run_ranks(2, padded_and_exact, 1.0, False, ep=2, shares=True):
+        assert most > T * K / 2 and out.isnan().all() and grad_x.isnan().all()
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])

@@ -66,6 +66,7 @@ LAYOUTS = {
     "cp2 allgather": {"cp": 2, "cp_comm_type": "allgather"},
     "cp2 a2a": {"cp": 2, "cp_comm_type": "a2a"},
     "ep2": {"ep": 2},
+    "ep2 padded": {"ep": 2},
 }
 
 
@@ -93,7 +94,8 @@ def words_of(layout: str) -> str:
     words = "--tensor-model-parallel-size 2" if layout.startswith("tp2") else ""
     words += " --sequence-parallel" if layout.endswith("sp") else ""
     words += f" --context-parallel-size 2 --cp-comm-type {layout.split()[1]}" if layout.startswith("cp2") else ""
-    return words + (" --expert-model-parallel-size 2" if layout == "ep2" else "")
+    words += " --expert-model-parallel-size 2" if layout.startswith("ep2") else ""
+    return words + (" --moe-expert-rank-capacity-factor 1.7" if layout == "ep2 padded" else "")
 
 
 def kept(ctx: ParallelContext, layout: str) -> dict[str, tuple[int, int]]:
@@ -102,7 +104,7 @@ def kept(ctx: ParallelContext, layout: str) -> dict[str, tuple[int, int]]:
         f"{name} {dtype}": kept_and_planned(ctx, f"{SIZES} {words} {words_of(layout)} {dtype}")
         for name, words in MODELS.items()
         for dtype in ("", "--bf16")
-        if (layout != "ep2" or "experts" in words) and (layout != "cp2 p2p" or "unfused" not in words)
+        if ("ep2" not in layout or "experts" in words) and (layout != "cp2 p2p" or "unfused" not in words)
         if not (layout in ("cp2 p2p", "cp2 a2a") and "dsa" in words)
     }
 
