@@ -15,21 +15,29 @@ An object store cannot rename: a commit, and setting a step aside, are one objec
 """
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from nanotrain.errors import CheckpointError, ConfigError
+from nanotrain.log import get_logger
 from nanotrain.runs.files import disk_errors, write_text
 from nanotrain.storage.remote import MissingObject, Remote, Stat, is_address, parse
 from nanotrain.untrusted import object_of, parse_json, read_file, whole_number
 
 MANIFEST, MARKER, SUPERSEDED = "manifest.json", "object-storage.json", "superseded"
 _STEP = re.compile(r"(.*?)(step-\d{8,})(?:\.([1-9]\d{0,8}))?/([^/]+)")  # folder, step, generation, name of an object
+_INSIDE = re.compile(r"(checkpoints/)?step-\d{8,}")  # no run, whose name is the user's
+_SAVE = re.compile(r"(step-\d{8,})\.[^/]*$")
 _SHARD = re.compile(r"(.*/)?shard-\d{5,}-of-\d{5,}\.safetensors")
 _UNSAFE = re.compile(r"(^|/)(\.{0,2})(/|$)|[\x00-\x1f\\]")  # an object's name may be that of a file elsewhere
+
+
+log = get_logger(__name__)
 
 
 class Stored(NamedTuple):
@@ -45,14 +53,30 @@ class Stored(NamedTuple):
 
 
 def stored_at(path: Path) -> Stored | None:
-    """Where the shards of a step folder are in object storage; None if they are not, or the record is unreadable."""
+    """Where the shards of a step folder are in object storage; None if they are not, or the record is unreadable.
+
+    The folder ends with bucket and name of the address, as the user has named it. Another record came with files of a
+    stranger, who could have this machine read and delete objects of the user: one warning, and it counts as none.
+    """
     try:
         body = object_of(parse_json(read_file(path / MARKER, follows_links=False)), MARKER)
         sizes, address = object_of(body.get("sizes"), "sizes"), str(body.get("address"))
         remote = parse(address) if is_address(address) else None
-        return None if remote is None else Stored(remote, {name: whole_number(sizes[name], name) for name in sizes})
+        if remote is None or any("/" in name for name in sizes) or not _is_of(remote, path):
+            return None
+        return Stored(remote, {name: whole_number(sizes[name], name) for name in sizes})
     except (OSError, ValueError, ConfigError):
         return None
+
+
+@cache
+def _is_of(remote: Remote, path: Path) -> bool:
+    """Whether a folder is that of an address; `step-00000004.2` and folders that are being deleted are of the step."""
+    real, name = (_SAVE.sub(r"\1", text) for text in (os.path.realpath(path), remote.path))
+    if not real.endswith(f"/{name}") or _INSIDE.fullmatch(name):
+        log.warning("%s names %s, which is not the address of this folder: it is not read", path / MARKER, remote)
+        return False
+    return True
 
 
 def mark(path: Path, stored: Stored) -> None:

@@ -46,6 +46,10 @@ class Kill:
     instant: int | None = None
     kills_both: bool = False
 
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / (self.run.path if self.run else "") / "checkpoints"
+
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["save", "start_save"])
 def test_a_kill_of_one_or_both_ranks_leaves_a_whole_checkpoint(tmp_path: Path, is_async: bool) -> None:
@@ -85,13 +89,13 @@ def sampled(counted: Kill, instants: Sequence[float] = INSTANTS) -> Iterator[Kil
 
 def check(kill: Kill) -> int:
     """The step of the checkpoint that is left by a kill."""
-    resumed_from = store.checkpoint_to_resume(kill.folder / "checkpoints")
+    resumed_from = store.checkpoint_to_resume(kill.checkpoints)
     assert resumed_from is not None, f"{kill}: no checkpoint is left"
     step = store.read_manifest(resumed_from).step
     tensors = dict(read_global_tensors(resumed_from, list(TENSORS)))  # compares checksums
     assert all((tensors[name] == step).all() and len(tensors[name]) == rows for name, rows in TENSORS.items()), kill
     save(kill.folder, 4, keep_last=1)
-    assert [path.name for path in (kill.folder / "checkpoints").iterdir()] == ["step-00000004"], kill
+    assert [path.name for path in kill.checkpoints.iterdir()] == ["step-00000004"], kill
     return step
 
 
@@ -119,7 +123,7 @@ def run_rank(kill: Kill, rank: int) -> None:
         url = f"file://{kill.folder}/rendezvous"
         dist.init_process_group("gloo", init_method=url, rank=rank, world_size=SIZE)
         context = ParallelContext.attach(Topology.of(ParallelConfig(), SIZE), timeout_s=HANG_S)
-        writer = Checkpointer(kill.folder / "checkpoints", group=context.control, keep_last=1)
+        writer = Checkpointer(kill.checkpoints, group=context.control, keep_last=1)
         if kill.run:
             writer = RemoteCheckpointer(writer, kill.run, store=context.store)
         write(writer, 2)

@@ -80,8 +80,8 @@ def check(run: Remote, folder: Path) -> int:
     """The step of the checkpoint in the bucket; the run goes on from it, or on the same machine from a newer one."""
     steps, other = [], folder / "other"
     for machine in (other, folder):
-        mirror(run, machine)
-        newest = checkpoint_to_resume(machine / "checkpoints")
+        mirror(run, machine / run.path)
+        newest = checkpoint_to_resume(machine / run.path / "checkpoints")
         assert newest is not None, f"{run}: no checkpoint is left"
         steps.append(read_manifest(newest).step)
         for name, tensor in read_global_tensors(newest, list(ranks.TENSORS)):  # compares checksums
@@ -93,7 +93,7 @@ def check(run: Remote, folder: Path) -> int:
 
 
 def write_alone(run: Remote, machine: Path, *, step: int) -> None:
-    local = Checkpointer(machine / "checkpoints", group=Group.single_rank("world"), keep_last=1)
+    local = Checkpointer(machine / run.path / "checkpoints", group=Group.single_rank("world"), keep_last=1)
     ranks.write(RemoteCheckpointer(local, run, store=HashStore()), step)
 
 

@@ -202,7 +202,7 @@ def test_any_number_of_ranks_loads_what_four_have_saved(run: Remote, tmp_path: P
 
 
 def remote_checkpointer(ctx: ParallelContext, run: Remote, machine: Path) -> RemoteCheckpointer:
-    local = Checkpointer(machine / "run/checkpoints", group=ctx.control, keep_last=1, timeout_s=60.0)
+    local = Checkpointer(machine / run.path / "checkpoints", group=ctx.control, keep_last=1, timeout_s=60.0)
     return RemoteCheckpointer(local, run, store=ctx.store)
 
 
@@ -222,7 +222,7 @@ def save_twice(ctx: ParallelContext, run: Remote, folder: Path, shares_disk: boo
 
 def load_elsewhere(ctx: ParallelContext, run: Remote, machine: Path) -> int:
     own = remote_checkpointer(ctx, run, machine)
-    run_on_first(ctx.control, lambda: mirror(run, machine / "run"))
+    run_on_first(ctx.control, lambda: mirror(run, machine / run.path))
     truths = shares(ctx.rank, 3)
     targets = {box: torch.zeros_like(tensor) for box, tensor in truths.items()}
     newest = own.latest()

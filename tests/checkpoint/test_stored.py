@@ -46,17 +46,34 @@ def files(folder: Path) -> list[str]:
 
 def test_the_record_of_a_folder_comes_back_and_a_damaged_one_is_none(tmp_path: Path) -> None:
     stored = Stored(parse("s3://b/run/checkpoints/step-00000001"), {"shard-00000-of-00001.safetensors": 7})
-    mark(tmp_path / "new", stored)
-    assert stored_at(tmp_path / "new") == stored and stored_at(tmp_path) is None
+    folder = tmp_path / stored.remote.path
+    mark(folder, stored)
+    assert stored_at(folder) == stored and stored_at(tmp_path) is None
+    again = stored._replace(remote=stored.remote.parent / "step-00000001.2")
+    mark(folder, again)
+    assert stored_at(folder) == again == stored_at(folder.rename(folder.with_suffix(".deleted-2")))
     for text in (
         "",
         "[]",
         '{"address": "ftp://b/x", "sizes": {}}',
         '{"address": "x", "sizes": {}}',
         '{"sizes": {"a": -1}}',
+        f'{{"address": "{stored.remote}", "sizes": {{"../../config.yaml": 1}}}}',
     ):
-        (tmp_path / MARKER).write_text(text)
-        assert stored_at(tmp_path) is None
+        folder.mkdir(exist_ok=True)
+        (folder / MARKER).write_text(text)
+        assert stored_at(folder) is None
+
+
+def test_a_record_of_a_stranger_names_no_other_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint from elsewhere is read and pruned with the credentials of the user, who named a folder alone."""
+    folder = tmp_path / "downloads/run/checkpoints/step-00000001"
+    step = "checkpoints/step-00000001"
+    for path in (f"private/run/{step}", "run/checkpoints/step-00000002", step, "step-00000001"):
+        mark(folder, Stored(Remote("s3", path), {"shard-00000-of-00001.safetensors": 7}))
+        with caplog.at_level("WARNING", logger="nanotrain"):
+            assert stored_at(folder) is None
+        assert f"names s3://{path}, which is not the address of this folder" in caplog.text
 
 
 def test_the_highest_generation_is_the_last_one() -> None:
@@ -66,28 +83,30 @@ def test_the_highest_generation_is_the_last_one() -> None:
 
 
 def test_a_folder_gets_small_files_and_committed_steps_without_shards(run: Remote, tmp_path: Path) -> None:
+    folder = tmp_path / run.path
     shard = "shard-00000-of-00001.safetensors"
     write(run, "config.yaml", "tokenizer/tokenizer.json", f"checkpoints/step-00000001/{shard}")
     write(run, "checkpoints/step-00000001/manifest.json", f"checkpoints/step-00000002/{shard}")
     write(run, "checkpoints/step-00000003/manifest.json", "checkpoints/step-00000003/superseded")
-    mirror(run, tmp_path)
+    mirror(run, folder)
     step = "checkpoints/step-00000001"
-    assert files(tmp_path) == [f"{step}/manifest.json", f"{step}/{MARKER}", "config.yaml", "tokenizer/tokenizer.json"]
-    (tmp_path / "config.yaml").write_text("newer, not uploaded")
+    assert files(folder) == [f"{step}/manifest.json", f"{step}/{MARKER}", "config.yaml", "tokenizer/tokenizer.json"]
+    (folder / "config.yaml").write_text("newer, not uploaded")
     run.delete([f"{step}/manifest.json"])
-    mirror(run, tmp_path)
-    assert files(tmp_path) == ["config.yaml", "tokenizer/tokenizer.json"], "deleted there, gone here"
-    assert (tmp_path / "config.yaml").read_text() == "newer, not uploaded"
+    mirror(run, folder)
+    assert files(folder) == ["config.yaml", "tokenizer/tokenizer.json"], "deleted there, gone here"
+    assert (folder / "config.yaml").read_text() == "newer, not uploaded"
 
 
 def test_a_local_copy_of_what_was_deleted_there_stays(run: Remote, tmp_path: Path) -> None:
+    folder = tmp_path / run.path
     step, shard = "checkpoints/step-00000001", "shard-00000-of-00001.safetensors"
     write(run, f"{step}/{shard}", f"{step}/manifest.json")
-    mirror(run, tmp_path)
-    (tmp_path / step / shard).write_bytes(b"x")
+    mirror(run, folder)
+    (folder / step / shard).write_bytes(b"x")
     run.delete([f"{step}/{shard}", f"{step}/manifest.json"])
-    mirror(run, tmp_path)
-    assert files(tmp_path) == [f"{step}/manifest.json", f"{step}/{shard}"]
+    mirror(run, folder)
+    assert files(folder) == [f"{step}/manifest.json", f"{step}/{shard}"]
 
 
 def test_names_that_lead_out_of_the_folder_are_left_out(
