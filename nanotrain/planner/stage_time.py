@@ -1,6 +1,6 @@
 """How long the actions of a pipeline stage take: forward, backward and its two halves, with FSDP's collectives.
 
-Stages.times[stage, kind]    Streams of one action
+Stages.streams(stage, kind)  Streams of one action
       .numel(stages)         parameters of stages on one rank, dense and of experts
 """
 
@@ -21,7 +21,6 @@ from nanotrain.spec.params import ParamSpec
 from nanotrain.spec.stages import StageSpec
 
 STALL_GROWTH = 1.15  # a group waits for the sum of the stalls of its ranks, and a little more: fitted to tp of 2 to 32
-KINDS = (ActionKind.forward, ActionKind.full_backward, ActionKind.backward_input, ActionKind.backward_weight)
 
 
 class Numel(NamedTuple):
@@ -76,14 +75,12 @@ class Stages:
         self.scenario, self.config, self.layers = scenario, scenario.config, Layers(scenario)
         self.precision = Precision.of(self.config.precision)
         self.strategy = self.config.parallel.data_parallel_sharding_strategy
-        self._unit = cache(self._build_unit)
+        self._unit, self.units, self._action = cache(self._build_unit), cache(self._units), cache(self._build_action)
         self._like = dict[tuple[object, ...], int]()  # the first layer of every kind
 
-    @cached_property
-    def times(self) -> dict[tuple[int, ActionKind], Streams]:
-        """What the actions of every stage run; stages of the same units take equally long."""
-        specs, action = [spec for stages in self.scenario.stages for spec in stages], cache(self._action)
-        return {(spec.index, kind): action(self.units(spec), kind) for spec in specs for kind in KINDS}
+    def streams(self, spec: StageSpec, kind: ActionKind) -> Streams:
+        """What an action of a stage runs; stages of the same units take equally long."""
+        return self._action(self.units(spec), kind)
 
     def numel(self, specs: Iterable[StageSpec]) -> Numel:
         """Parameters of stages on one rank."""
@@ -122,7 +119,7 @@ class Stages:
         further = ["head", *self.layers.shape.mtp_layers] if spec.has_head else []
         return ["embedding"] * spec.has_embedding + [*spec.layers, *further]
 
-    def units(self, spec: StageSpec) -> tuple[Unit, ...]:
+    def _units(self, spec: StageSpec) -> tuple[Unit, ...]:
         """The modules of a stage, in forward order."""
         is_full = self.config.memory.recompute_granularity == "full"
         groups = recomputed_groups(self.config, len(spec.layers)) if is_full else []
@@ -165,7 +162,7 @@ class Stages:
         expert = sum(numel for is_expert, numel in local if is_expert)
         return Numel(sum(numel for _, numel in local) - expert, expert, len(local))
 
-    def _action(self, units: Sequence[Unit], kind: ActionKind) -> Streams:
+    def _build_action(self, units: Sequence[Unit], kind: ActionKind) -> Streams:
         """All units of a stage, in order or in reverse."""
         total, is_forward = Streams(), kind is ActionKind.forward
         for unit in units if is_forward else reversed(units):

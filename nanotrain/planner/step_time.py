@@ -144,20 +144,28 @@ class StepClock:
     def __init__(self, scenario: Scenario, *, memory_share: float = 0.0) -> None:
         self.scenario, self.stages, self.shape = scenario, Stages(scenario), scenario.pipeline
         self.gpu, self.memory_share = scenario.machine, memory_share
-        self.durations = {action: self.stages.seconds(streams) for action, streams in self.stages.times.items()}
+        self.lengths = simulated(self.shape)
+        order, specs = self.order(self.lengths[0]), [spec for stages in scenario.stages for spec in stages]
+        self.kinds = {step.action.kind for step in order.steps}
+        self.streams = {(spec.index, kind): self.stages.streams(spec, kind) for spec in specs for kind in self.kinds}
+        self.durations = {action: self.stages.seconds(streams) for action, streams in self.streams.items()}
+
+    def order(self, num_microbatches: int) -> Order:
+        """The order of the actions of so many microbatches."""
+        shape = replace(self.shape, num_microbatches=num_microbatches)
+        return order_of(self.scenario.config.parallel.pipeline_schedule, shape)
 
     def step_time(self) -> StepTime:
         """The parts of the time of the rank that ends last."""
-        lengths = simulated(self.shape)
-        runs = [self.run(replace(self.shape, num_microbatches=length)) for length in lengths]
+        lengths, runs = self.lengths, [self.run(length) for length in self.lengths]
         run, number = runs[0], self.shape.num_microbatches
         ends = [self.data_parallel(run, rank) for rank in range(self.shape.num_ranks)]
         slowest = max(range(self.shape.num_ranks), key=lambda rank: run.finish[rank] + ends[rank].exposed)
         total = run.finish[slowest] + ends[slowest].exposed + (number - lengths[0]) * self.per_microbatch(runs)
-        actions = self._actions(run, slowest)
+        actions = self._actions(slowest)
         spent = Streams()
         for action in actions:
-            spent.add(self.stages.times[action])
+            spent.add(self.streams[action])
         exposed = defaultdict(float, {group: number * seconds for group, seconds in spent.exposed.items()})
         compute, host = number * spent.compute, number * (sum(self.durations[each] for each in actions) - spent.seconds)
         exposed["ep"] -= run.hidden[slowest] + (number - lengths[0]) * self.hidden_s(runs)[slowest]
@@ -180,7 +188,7 @@ class StepClock:
         if len(runs) == 1:
             return 0.0
         ranks, hidden = range(self.shape.num_ranks), self.hidden_s(runs)
-        spent = [sum(self.durations[action] for action in self._actions(runs[0], rank)) for rank in ranks]
+        spent = [sum(self.durations[action] for action in self._actions(rank)) for rank in ranks]
         busy = (spent[rank] - hidden[rank] + runs[0].waits[rank] / 2 / len(ranks) for rank in ranks)
         return max((runs[1].duration - runs[0].duration) / len(ranks), *busy)
 
@@ -189,16 +197,16 @@ class StepClock:
         both = zip(runs[0].hidden, runs[-1].hidden, strict=True)
         return [(after - before) / self.shape.num_ranks for before, after in both]
 
-    def _actions(self, run: Run, rank: int) -> list[tuple[int, ActionKind]]:
+    def _actions(self, rank: int) -> list[tuple[int, ActionKind]]:
         """Stages and kinds of the actions that a rank runs of every microbatch."""
-        kinds = {step.action.kind for step in run.order.steps}
-        if ActionKind.full_backward in kinds:  # some may be split, which take as long
-            kinds -= {ActionKind.backward_input, ActionKind.backward_weight}
+        halves = {ActionKind.backward_input, ActionKind.backward_weight}
+        # where there are full backwards, some may be split, which take as long
+        kinds = self.kinds - halves if ActionKind.full_backward in self.kinds else self.kinds
         return [(spec.index, kind) for spec in self.scenario.stages[rank] for kind in kinds]
 
-    def run(self, shape: PipelineShape) -> Run:
+    def run(self, num_microbatches: int) -> Run:
         """Run the schedule; every rank runs its actions in order, each as soon as its input is there."""
-        order = order_of(self.scenario.config.parallel.pipeline_schedule, shape)
+        order, shape = self.order(num_microbatches), self.shape
         transfer = self.transfer_s if shape.num_ranks > 1 else 0.0
         blocked = 0.0 if self.scenario.engine.p2p_overlap or shape.num_stages_per_rank > 1 else transfer
         finish, waits, hidden = ([0.0] * shape.num_ranks for _ in range(3))
@@ -288,7 +296,7 @@ class StepClock:
 
     def timeline(self) -> Timeline:
         """The actions of the first microbatches, or of all if they are few; an average forward takes 1."""
-        run = self.run(replace(self.shape, num_microbatches=simulated(self.shape)[0]))
+        run = self.run(self.lengths[0])
         forwards = [seconds for (_, kind), seconds in self.durations.items() if kind is ActionKind.forward]
         ranks, unit = [list[Span]() for _ in run.finish], mean(forwards)
         for step, start, end in zip(run.order.steps, run.starts, run.ends, strict=True):

@@ -3,11 +3,19 @@
 import pytest
 
 from nanotrain.parallel.pp.actions import ActionKind
+from nanotrain.planner.operators import Streams
 from nanotrain.planner.stage_time import Stages
 from nanotrain.train.plans.plan import plan_run
 from tests.planner.scenarios import llama
 
 FORWARD, BACKWARD = ActionKind.forward, ActionKind.full_backward
+
+
+def times(stages: Stages) -> dict[tuple[int, ActionKind], Streams]:
+    """The streams of the actions of the first stage."""
+    return {(0, kind): stages.streams(stages.scenario.stages[0][0], kind) for kind in (FORWARD, BACKWARD)}
+
+
 TIED = {"untie_embeddings_and_output_weights": False}
 
 
@@ -27,7 +35,7 @@ def test_parameters_are_those_of_the_plan(values: dict[str, object]) -> None:
 
 
 def test_full_recomputation_adds_a_forward_of_the_layers() -> None:
-    plain, full = (Stages(llama(8, **more)).times for more in ({}, {"recompute_granularity": "full"}))
+    plain, full = (times(Stages(llama(8, **more))) for more in ({}, {"recompute_granularity": "full"}))
     assert full[0, FORWARD].compute == plain[0, FORWARD].compute
     added = full[0, BACKWARD].compute - plain[0, BACKWARD].compute
     assert 0.8 * plain[0, FORWARD].compute < added < plain[0, FORWARD].compute
@@ -35,7 +43,7 @@ def test_full_recomputation_adds_a_forward_of_the_layers() -> None:
 
 def test_selective_recomputation_adds_the_modules() -> None:
     plain, attention, mlp = (
-        Stages(llama(8, **more)).times[0, BACKWARD].compute
+        times(Stages(llama(8, **more)))[0, BACKWARD].compute
         for more in (
             {},
             {"recompute_granularity": "selective"},
@@ -47,11 +55,11 @@ def test_selective_recomputation_adds_the_modules() -> None:
 
 def test_sharded_parameters_are_gathered_beside_the_unit_before() -> None:
     values = {"strategy": "optim_grads_params", "gbs": 64}
-    exposed = Stages(llama(64, **values)).times
-    hidden = Stages(llama(64, overlap_param_gather=True, overlap_grad_reduce=True, **values)).times
+    exposed = times(Stages(llama(64, **values)))
+    hidden = times(Stages(llama(64, overlap_param_gather=True, overlap_grad_reduce=True, **values)))
     assert hidden[0, FORWARD].exposed["dp"] < 0.5 * exposed[0, FORWARD].exposed["dp"]
     assert hidden[0, BACKWARD].exposed["dp"] < 0.7 * exposed[0, BACKWARD].exposed["dp"]
-    kept = Stages(llama(64, reshard_after_forward=False, **values)).times
+    kept = times(Stages(llama(64, reshard_after_forward=False, **values)))
     assert kept[0, FORWARD].exposed["dp"] == exposed[0, FORWARD].exposed["dp"]
     assert kept[0, BACKWARD].exposed["dp"] < 0.9 * exposed[0, BACKWARD].exposed["dp"]  # gathered once, not again
 
@@ -66,7 +74,7 @@ def test_small_layers_wait_for_the_host() -> None:
     }
     for values, is_bound in ((small, True), ({}, False)):
         stages = Stages(llama(8, **values))
-        streams = stages.times[0, FORWARD]
+        streams = times(stages)[0, FORWARD]
         assert (stages.seconds(streams) > streams.seconds) == is_bound
     graphs = Stages(llama(8, options={"cuda_graphs": True}, **small))
-    assert graphs.host_s(graphs.times[0, FORWARD]) < graphs.times[0, FORWARD].seconds
+    assert graphs.host_s(times(graphs)[0, FORWARD]) < times(graphs)[0, FORWARD].seconds

@@ -11,7 +11,7 @@ from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule
 from nanotrain.parallel.pp.simulate import Costs, simulate
 from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.scenario import scenario_of
-from nanotrain.planner.step_time import StepClock, order_of, predict_step, simulated
+from nanotrain.planner.step_time import StepClock, order_of, predict_step
 from tests.planner.scenarios import llama
 
 
@@ -32,8 +32,7 @@ def test_one_stage_has_no_bubble() -> None:
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 100), (8, 37)])
 def test_equal_stages_wait_as_long_as_the_closed_form_says(p: int, m: int) -> None:
     clock = equal_stages(StepClock(llama(p, pp=p, gbs=m)))
-    lengths = simulated(clock.shape)
-    runs = [clock.run(replace(clock.shape, num_microbatches=length)) for length in lengths]
+    lengths, runs = clock.lengths, [clock.run(length) for length in clock.lengths]
     duration = runs[0].duration + (m - lengths[0]) * clock.per_microbatch(runs)
     assert duration == pytest.approx(3 * (m + p - 1))
 
@@ -44,7 +43,7 @@ def test_the_clock_agrees_with_the_simulator_of_schedules(name: str) -> None:
     shape = PipelineShape(4, v, 8)
     clock = equal_stages(StepClock(llama(4, pp=4, v=v, gbs=8, pipeline_schedule=name)))
     expected = simulate(build_schedule(name, shape), costs=Costs(1, 2, 1, 0)).duration
-    assert clock.run(shape).duration == pytest.approx(expected)
+    assert clock.run(8).duration == pytest.approx(expected)
     assert len(order_of(name, shape).steps) == sum(map(len, build_schedule(name, shape).actions))
 
 
@@ -128,7 +127,7 @@ def test_instances_sum_their_gradient_shards_once_per_step(strategy: str) -> Non
         StepClock(llama(512, strategy=strategy, gbs=2048, num_distributed_optimizer_instances=number))
         for number in (1, 64)
     )
-    reductions = [clock.data_parallel(clock.run(clock.shape), 0).reductions for clock in clocks]
+    reductions = [clock.data_parallel(clock.run(clock.shape.num_microbatches), 0).reductions for clock in clocks]
     assert reductions[1] > reductions[0]
     assert (reductions[0] == 0) == (strategy == "optim_grads_params")
 
@@ -139,10 +138,9 @@ def test_few_microbatches_extend_to_many_of_unequal_stages(name: str, number: in
     v = 2 if name in ("interleaved", "zb-v", "dualpipev") else 1
     clock = equal_stages(StepClock(llama(4, pp=4, v=v, gbs=number, pipeline_schedule=name)))
     clock.durations = {key: seconds * (1 + 0.1 * (key[0] % 3)) for key, seconds in clock.durations.items()}
-    lengths = simulated(clock.shape)
-    runs = [clock.run(replace(clock.shape, num_microbatches=length)) for length in lengths]
+    lengths, runs = clock.lengths, [clock.run(length) for length in clock.lengths]
     extended = runs[0].duration + (number - lengths[0]) * clock.per_microbatch(runs)
-    assert extended == pytest.approx(clock.run(clock.shape).duration, rel=0.02)
+    assert extended == pytest.approx(clock.run(clock.shape.num_microbatches).duration, rel=0.02)
 
 
 def exposed_experts(*flags: str) -> tuple[float, float]:
@@ -161,7 +159,7 @@ def test_turns_hide_half_of_the_transfers_of_deepseek_v3() -> None:
 def test_pairs_end_together_on_the_clock() -> None:
     loaded = load(["+config=deepseek_v3", "--overlap-moe-expert-parallel-comm"], to_train=False)
     clock = StepClock(scenario_of(loaded.config, 2048, gpu=gpu_of("h100")))
-    run, longer, more = (clock.run(replace(clock.shape, num_microbatches=number)) for number in (40, 56, 72))
+    run, longer, more = map(clock.run, (40, 56, 72))
     steady, later = clock.hidden_s([run, longer])[3], clock.hidden_s([longer, more])[3]
     assert steady == pytest.approx(later) and steady > run.hidden[3] / 40  # none in warmup and cooldown
     pairs = [place for place, step in enumerate(run.order.steps) if step.turn == 2]
