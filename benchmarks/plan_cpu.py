@@ -22,7 +22,7 @@ from nanotrain.config.load import load
 from nanotrain.planner.calibrate import Measured, calibrate, calibrated
 from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.scenario import scenario_of
-from nanotrain.planner.step_time import predict_step
+from nanotrain.planner.step_time import StepClock, StepTime
 
 STEPS = {"10m": 5, "25m": 3}
 STRATEGY = "--data-parallel-sharding-strategy="
@@ -78,14 +78,22 @@ def table(runs: dict[str, Measured], chosen: list[str], *, clock: str) -> str:
     lines = ["| layout | measured s | predicted s | error |", "|---|---:|---:|---:|"]
     errors = []
     for name, run in runs.items():
-        time = predict_step(calibrated(run.scenario, calibration))
-        predicted = time.total - (time.bubble if clock == "cpu" else 0.0)
+        clock_of_run = StepClock(calibrated(run.scenario, calibration))
+        time = clock_of_run.step_time()
+        predicted = time.total if clock == "wall" else cpu_seconds(clock_of_run, time)
         error = predicted / run.step_s - 1
         errors += [] if name in chosen else [abs(error)]
         mark = " (calibrated on)" if name in chosen else ""
         lines.append(f"| {name}{mark} | {run.step_s:.3f} | {predicted:.3f} | {error:+.1%} |")
     lines.append(f"\n{calibration}\nmedian error {median(errors):.1%}, largest {max(errors):.1%} of {len(errors)}")
     return "\n".join(lines)
+
+
+def cpu_seconds(clock: StepClock, time: StepTime) -> float:
+    """Seconds in which a rank does not wait for another, the mean over the pipeline ranks, as it is measured."""
+    number, ranks = clock.shape.num_microbatches, range(clock.shape.num_ranks)
+    busy = [number * sum(clock.durations[action] for action in clock.actions(rank)) for rank in ranks]
+    return time.total - time.bubble + sum(busy) / len(busy) - busy[time.pp_rank]
 
 
 def main() -> None:

@@ -34,14 +34,14 @@ def memory_of_rank(scenario: Scenario, pp_rank: int) -> MemoryPlan:
 
 
 def _different_ranks(scenario: Scenario) -> list[int]:
-    """Of the pipeline ranks with the same stages the first, which has the most microbatches in flight."""
-    first: dict[object, int] = {}
+    """Of pipeline ranks with the same stages the first, with most in flight, and the last, with most deferred W."""
+    bounds: dict[object, list[int]] = {}
     for rank, stages in enumerate(scenario.stages):
         kinds = tuple(
             (tuple(map(scenario.shape.kinds, stage.layers)), stage.has_embedding, stage.has_head) for stage in stages
         )
-        first.setdefault(kinds, rank)
-    return list(first.values())
+        bounds[kinds] = [*bounds.get(kinds, [])[:1], rank]
+    return [rank for ranks in bounds.values() for rank in ranks]
 
 
 def _in_flight_schedule(scenario: Scenario) -> Schedule:

@@ -31,6 +31,7 @@ GRAPH_LAUNCHES = 0.1  # launches that are left with CUDA graphs, which cannot ho
 ROUTER_LAUNCHES = 20  # scores, top k, losses, counts and their sums
 ROUTER_BYTES = 40  # per token and expert, forward: scores, probabilities and losses in fp32
 UNALIGNED_SHARE = 0.026  # of the peak, with rows of no multiple of 16 bytes: heads of 108 against 216 (bigscience)
+CPU_LOW_BACKWARD = 1.45  # time of the backward of torch's attention in bf16 on a CPU, relative to fp32 (measured)
 MATH_BYTES = (13, 22)  # per attention score that is written out, forward and backward: products, mask, softmax, dropout
 
 
@@ -244,9 +245,10 @@ class Layers(RankSizes):
         if train.attention_backend in ("unfused", "local"):
             forward, backward = self._math_attention(call)
         else:
-            dtype = "fp32" if self.gpu.is_cpu else self.dtype if self.dtype in ("bf16", "fp16") else "bf16"
+            dtype = self.dtype if self.dtype in ("bf16", "fp16") else "bf16"
             times = (attention_s(self.gpu, call, dtype=dtype, backward=each) for each in (False, True))
             forward, backward = (self.engine.attention_factor * seconds for seconds in times)
+            backward *= CPU_LOW_BACKWARD if self.gpu.is_cpu and self.itemsize == 2 else 1.0
         flops = attention_work(call)[0] * share
         return Part("core_attn", forward * share, backward * share, launches=(1, 3, 0), flops=flops)
 

@@ -43,6 +43,7 @@ class StepTime:
     optimizer: float  # update of the parameters
     data: float  # loading of the batch
     host: float  # waiting for the host to launch operators
+    pp_rank: int  # pipeline rank that ends last
 
     @property
     def total(self) -> float:
@@ -162,7 +163,7 @@ class StepClock:
         ends = [self.data_parallel(run, rank) for rank in range(self.shape.num_ranks)]
         slowest = max(range(self.shape.num_ranks), key=lambda rank: run.finish[rank] + ends[rank].exposed)
         total = run.finish[slowest] + ends[slowest].exposed + (number - lengths[0]) * self.per_microbatch(runs)
-        actions = self._actions(slowest)
+        actions = self.actions(slowest)
         spent = Streams()
         for action in actions:
             spent.add(self.streams[action])
@@ -181,6 +182,7 @@ class StepClock:
             optimizer=max(end.update for end in ends),
             data=self.stages.lost_s,
             host=host,
+            pp_rank=slowest,
         )
 
     def per_microbatch(self, runs: Sequence[Run]) -> float:
@@ -188,7 +190,7 @@ class StepClock:
         if len(runs) == 1:
             return 0.0
         ranks, hidden = range(self.shape.num_ranks), self.hidden_s(runs)
-        spent = [sum(self.durations[action] for action in self._actions(rank)) for rank in ranks]
+        spent = [sum(self.durations[action] for action in self.actions(rank)) for rank in ranks]
         busy = (spent[rank] - hidden[rank] + runs[0].waits[rank] / 2 / len(ranks) for rank in ranks)
         return max((runs[1].duration - runs[0].duration) / len(ranks), *busy)
 
@@ -197,7 +199,7 @@ class StepClock:
         both = zip(runs[0].hidden, runs[-1].hidden, strict=True)
         return [(after - before) / self.shape.num_ranks for before, after in both]
 
-    def _actions(self, rank: int) -> list[tuple[int, ActionKind]]:
+    def actions(self, rank: int) -> list[tuple[int, ActionKind]]:
         """Stages and kinds of the actions that a rank runs of every microbatch."""
         halves = {ActionKind.backward_input, ActionKind.backward_weight}
         # where there are full backwards, some may be split, which take as long

@@ -5,7 +5,7 @@ import pytest
 from nanotrain.config.load import load
 from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.memory import estimate_memory
-from nanotrain.planner.search import Space
+from nanotrain.planner.search import Space, layout_of
 
 SMALL = ["+config=llama1b", "--mock-data", "--global-batch-size", "32"]
 EXPERTS = ["+config=tiny_moe", "--mock-data", "--global-batch-size", "32"]
@@ -23,3 +23,12 @@ def test_the_bound_of_memory_is_never_above_the_exact_bytes(flags, world_size):
     assert len(candidates) > 10
     for candidate in candidates[:: max(1, len(candidates) // 12)]:
         assert candidate.least_bytes <= estimate_memory(candidate.scenario).total
+
+
+@pytest.mark.parametrize("name", ["zb-v", "dualpipev"])
+def test_the_bound_holds_for_stages_in_a_v(name):
+    values = layout_of(load(SMALL).config) | {"pipeline_model_parallel_size": 4, "pipeline_schedule": name}
+    candidate = space_of(SMALL, 8).candidate(values | {"num_virtual_stages_per_pipeline_rank": 2})
+    assert candidate is not None
+    assert 0.7 * estimate_memory(candidate.scenario).total < candidate.least_bytes
+    assert candidate.least_bytes <= estimate_memory(candidate.scenario).total

@@ -91,6 +91,15 @@ def test_the_heaviest_rank_is_found_among_unequal_stages() -> None:
     assert estimate_memory(scenario).pp_rank == totals.index(max(totals)) == 7
 
 
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipev"])
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_the_heaviest_rank_is_found_where_weight_gradients_are_deferred(name: str, recompute: str | None) -> None:
+    """What a full recomputation has computed again for an I is kept until its W: on the last ranks the longest."""
+    values = {"pipeline_schedule": name, "recompute_granularity": recompute, "v": 1 if name == "zb-h1" else 2}
+    scenario = llama(16, engine="nanotrain", pp=8, gbs=64, strategy="optim", **values)
+    assert estimate_memory(scenario).total == max(memory_of_rank(scenario, rank).total for rank in range(8))
+
+
 def test_in_flight_bytes_do_not_depend_on_the_number_of_microbatches() -> None:
     few, many = (estimate_memory(llama(16, pp=4, gbs=size)) for size in (64, 512))
     assert few.activations == many.activations

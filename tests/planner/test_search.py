@@ -4,6 +4,7 @@ import pytest
 
 from nanotrain.config.load import load
 from nanotrain.errors import ConfigError
+from nanotrain.parallel.pp.schedules import SCHEDULES
 from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.prediction import predict
 from nanotrain.planner.scenario import scenario_of
@@ -62,6 +63,13 @@ def test_the_next_change_is_a_faster_layout_that_fits():
     change = next_change(prediction)
     assert change is not None and change.headroom >= 0
     assert change.time.total < prediction.time.total
+
+
+def test_every_schedule_with_several_stages_is_tried():
+    config = load([*SMALL, "--pipeline-model-parallel-size", "2"]).config
+    changes = Space(config, 8, gpu=gpu_of("h100"), engine="nanotrain", max_tp=8).changes(config)
+    schedules = {change.scenario.config.parallel.pipeline_schedule for change in changes}
+    assert schedules == SCHEDULES.keys() - {"gpipe"}
 
 
 def test_the_flags_of_a_change_give_its_configuration():
