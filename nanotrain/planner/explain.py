@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from nanotrain.planner.hardware import read_data
-from nanotrain.planner.operators import Part
+from nanotrain.planner.parts import Part
 from nanotrain.planner.prediction import Prediction
 from nanotrain.planner.scenario import Scenario
 from nanotrain.planner.stage_time import Stages, Unit

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.parallel.pp.actions import ActionKind
-from nanotrain.planner.operators import GRAPH_LAUNCHES, Layers, Parts, Streams
+from nanotrain.planner.operators import GRAPH_LAUNCHES, Layers
+from nanotrain.planner.parts import Parts, Streams
 from nanotrain.planner.scenario import Scenario
 from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.declaration import Declaration

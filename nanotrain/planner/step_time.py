@@ -17,7 +17,7 @@ from nanotrain.parallel.pp.schedules import build_schedule
 from nanotrain.parallel.pp.simulate import Span, Timeline
 from nanotrain.planner.collectives import collective_s
 from nanotrain.planner.kernels import memory_s
-from nanotrain.planner.operators import Streams
+from nanotrain.planner.parts import Streams
 from nanotrain.planner.scenario import Scenario
 from nanotrain.planner.stage_time import Numel, Stages
 from nanotrain.spec.counts import flops_per_token

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from nanotrain.planner.operators import Layers, Part, Streams
+from nanotrain.planner.operators import Layers
+from nanotrain.planner.parts import Streams
 from nanotrain.planner.scenario import engine_of
 from tests.planner.scenarios import llama
 
@@ -30,17 +31,6 @@ def passes(layers: Layers, **options: Any) -> tuple[Streams, Streams]:
         part.run_forward(forward)
         part.run_backward(backward, **options)
     return forward, backward
-
-
-def test_collectives_hide_behind_products_as_far_as_the_engine_overlaps() -> None:
-    part = Part("x", 4.0, 4.0, 2.0, group="tp", before=1.0, again=1.0, last=3.0, pieces=4)
-    for hides, forward, backward in (("none", 1.0, 4.0), ("wgrad", 1.0, 1.0), ("tiles", 0.0, 0.0)):
-        streams, again = Streams(), Streams()
-        moved = Part(**{**part.__dict__, "hides": hides})
-        moved.run_forward(streams)
-        moved.run_backward(again)
-        assert (streams.exposed["tp"], again.exposed["tp"]) == (forward, backward)
-        assert (streams.compute, again.compute) == (4.0, 6.0)
 
 
 def test_both_halves_of_the_backward_are_all_of_it() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from nanotrain.parallel.pp.actions import ActionKind
-from nanotrain.planner.operators import Streams
+from nanotrain.planner.parts import Streams
 from nanotrain.planner.stage_time import Stages
 from nanotrain.train.plans.plan import plan_run
 from tests.planner.scenarios import llama

@@ -1,0 +1,92 @@
+"""What layers consist of, and how long it takes on the streams of one rank.
+
+    Part      a linear layer, attention, a memory-bound operator, the dispatch to experts
+    Streams   a clock on which parts compute and communicate
+
+Forward runs parts in order, backward in reverse. What other operators do not hide of a collective is exposed.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Streams:
+    """The time of operators that run one after the other, with collectives beside them."""
+
+    contention: float = 0.0  # share of the time of a hidden collective by which it slows the operators beside it
+    factor: float = 1.0  # of the time of operators
+    compute: float = 0.0  # seconds in which operators run
+    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds of waiting, by group
+    launches: int = 0  # operators that the host launches
+    collectives: int = 0  # collectives that it launches
+
+    @property
+    def seconds(self) -> float:
+        """Time on the device."""
+        return self.compute + sum(self.exposed.values())
+
+    def run(self, seconds: float, *, launches: int = 1) -> None:
+        """Compute."""
+        self.compute += self.factor * seconds
+        self.launches += launches
+
+    def wait(self, group: str, seconds: float, *, beside: float = 0.0) -> None:
+        """Wait for a collective that operators of `beside` seconds overlap with."""
+        if seconds > 0:
+            self.collectives += 1
+            hidden = min(seconds, self.factor * beside)
+            self.exposed[group] += seconds - hidden + self.contention * hidden
+
+    def add(self, other: "Streams") -> None:
+        """What others run."""
+        self.compute += other.compute
+        self.launches += other.launches
+        self.collectives += other.collectives
+        for group, seconds in other.exposed.items():
+            self.exposed[group] += seconds
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a layer; times in seconds."""
+
+    name: str  # of the module, as recomputation names it
+    forward: float = 0.0  # forward
+    dgrad: float = 0.0  # backward for the input
+    wgrad: float = 0.0  # backward for the weights
+    launches: tuple[int, int, int] = (1, 1, 0)  # operators of the three
+    group: str = ""  # group of the collectives
+    before: float = 0.0  # collective of the input, forward
+    after: float = 0.0  # collective of the output, forward
+    first: float = 0.0  # collective of the output's gradient, backward
+    again: float = 0.0  # collective of the input for the gradient of the weights
+    last: float = 0.0  # collective of the input's gradient, backward
+    sizes: tuple[int, ...] = ()  # tokens, outputs and inputs of a product
+    flops: float = 0.0  # forward
+    num_bytes: float = 0.0  # read and written by the forward of a memory-bound operator
+    hides: str = "none"  # overlap: none, wgrad (backward collectives with products) or tiles (all, piece by piece)
+    pieces: int = 1  # pieces of tiles
+
+    def run_forward(self, streams: Streams) -> None:
+        """Forward."""
+        streams.wait(self.group, self.before, beside=self._tiled(self.forward))
+        streams.run(self.forward, launches=self.launches[0])
+        streams.wait(self.group, self.after, beside=self._tiled(self.forward))
+
+    def run_backward(self, streams: Streams, *, dgrad: bool = True, wgrad: bool = True) -> None:
+        """Backward, or the half of it for the input or the weights."""
+        tiled, overlaps = self._tiled(self.dgrad), self.hides != "none"
+        if dgrad:
+            streams.wait(self.group, self.first, beside=tiled)
+            streams.run(self.dgrad, launches=self.launches[1])
+            streams.wait(self.group, self.again, beside=self.dgrad * overlaps)
+            streams.wait(self.group, self.last, beside=max(tiled, self.wgrad * (overlaps and wgrad)))
+        if wgrad:
+            streams.run(self.wgrad, launches=self.launches[2])
+
+    def _tiled(self, seconds: float) -> float:
+        return seconds * (1 - 1 / self.pieces) if self.hides == "tiles" else 0.0
+
+
+Parts = list[Part]
