@@ -19,6 +19,7 @@ from nanotrain.planner.parts import Part, Parts
 from nanotrain.planner.scenario import Scenario
 from nanotrain.spec.declaration import ContextRank, Declaration, LayerKind, RankSizes
 from nanotrain.spec.kinds import MIXERS
+from nanotrain.spec.kinds.dsa import BLOCK_SCORES
 
 UP_PROJECTIONS = ("query_up.weight", "kv_up.weight")  # of MLA, which are recomputed together
 GRAPH_LAUNCHES = 0.1  # launches that are left with CUDA graphs, which cannot hold the dispatch to experts
@@ -26,6 +27,9 @@ ROUTER_LAUNCHES = 20  # scores, top k, losses, counts and their sums
 ROUTER_BYTES = 40  # per token and expert, forward: scores, probabilities and losses in fp32
 UNALIGNED_SHARE = 0.026  # of the peak, with rows of no multiple of 16 bytes: heads of 108 against 216 (bigscience)
 CPU_LOW_BACKWARD = 1.45  # time of the backward of torch's attention in bf16 on a CPU, relative to fp32 (measured)
+# attention/sparse.py and chunks.py in fp32, of every causal pair: bytes per index head without and with the loss, of a
+# selection and its loss, and per head of attention forward and backward
+INDEX_BYTES, SELECTION_BYTES, EAGER_BYTES = (16, 46), 160, (65, 81)
 MATH_BYTES = (13, 22)  # per attention score that is written out, forward and backward: products, mask, softmax, dropout
 
 
@@ -84,7 +88,7 @@ class Layers(RankSizes):
             split = {"column": (self.tp, 1), "row": (1, self.tp)}.get(mode, (1, 1))
             size = (self.tokens if mode else self.outside, outputs // split[0], inputs // split[1])
             linears[mode == "row"] += self.linear(name, size, mode=mode)
-        inside = {"attention": self.attention, "mla": self.mla}.get(kind, self.recurrence)
+        inside = {"attention": self.attention, "mla": self.mla, "dsa": self.sparse}.get(kind, self.recurrence)
         *others, core = inside(kind, layer)
         return [*linears[False], *others, self._in_context(core, MIXERS[kind]), *linears[True]]
 
@@ -142,6 +146,32 @@ class Layers(RankSizes):
             self.memory("mla_up_proj", passes * rotated, backward=passes * rotated, launches=(passes, passes)),
             self.core_attention(layer, (heads, heads)),
         ]
+
+    def sparse(self, kind: str, layer: int) -> Parts:
+        """Sparse attention without fused kernels: products and scores of all causal pairs in fp32, a block at a time.
+
+        Once per forward the index scores of its heads, the selection and the loss of the index, with its gradients.
+        """
+        shape, dsa, seq = self.shape, self.shape.dsa, self.config.data.seq_length
+        assert dsa is not None, "the caller checks it"
+        pairs, has_loss = self.tokens * seq / 2, dsa.loss_coeff > 0
+        heads, key, value = shape.num_heads // self.tp, shape.head_dim, shape.value_head_dim
+        num_blocks = max(1, self.tokens * seq * max(heads, dsa.n_heads) // BLOCK_SCORES)
+
+        def seconds(flops: float, num_bytes: float) -> float:
+            peak = self.gpu.peak("fp32") * self.gpu.reachable["fp32"]
+            return pairs * flops / peak + memory_s(self.gpu, pairs * num_bytes)
+
+        flops = 2 * dsa.n_heads * dsa.head_dim * (1 + 2 * has_loss) + 2 * heads * key * has_loss
+        of_index = seconds(flops, dsa.n_heads * INDEX_BYTES[has_loss] + heads * 24 * has_loss + SELECTION_BYTES)
+        summed = self.collective("tp", "all_reduce", num_bytes=4 * pairs * has_loss)  # the target, over all heads
+        launches, flops = (50 * num_blocks, 0, 0), flops * pairs
+        index = Part("indexer", of_index, launches=launches, group="tp", after=summed, flops=flops)
+        forward = seconds(2 * heads * (key + value), heads * EAGER_BYTES[0])
+        backward = seconds(2 * heads * (3 * key + 2 * value), heads * EAGER_BYTES[1])
+        launches, flops = (10 * num_blocks, 20 * num_blocks, 0), 2 * heads * (key + value)
+        core = Part("core_attn", forward, backward, launches=launches, flops=flops * pairs)
+        return [*self.mla(kind, layer)[:-1], index, core]
 
     def core_attention(self, layer: int, heads: tuple[int, int]) -> Part:
         """Scaled dot-product attention."""

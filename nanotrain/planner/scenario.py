@@ -105,6 +105,11 @@ class Scenario:
         factor = self.config.parallel.moe_expert_rank_capacity_factor or 1.0
         return max(1.0, min(factor, self.sizes["ep"]) / self.imbalance)
 
+    @property
+    def num_nodes(self) -> float:
+        """Nodes of the run."""
+        return self.world_size / self.machine.gpus_per_node
+
     def ranks(self, name: str) -> Sequence[int]:
         """The group of the first rank along an axis, or along dp_cp, its shards or their replicas, also of experts."""
         return _ranks(self.topology, name)

@@ -45,7 +45,7 @@ def screen(prediction: Prediction, *, tokens: float | None = None, change: Predi
         f"layout      {layout_text(prediction)}",
         f"memory      {describe_bytes(memory.reserved)} of {describe_bytes(scenario.gpu.memory_bytes)}{where}; {left}",
         *(f"  {kind:<22}{size:>12}" for kind, size in memory.rows().items()),
-        f"step        {time.total:.3f} s, likely {time.low:.3f} to {time.high:.3f} s",
+        f"step        {time.total:.3f} s, likely {time.likely[0]:.3f} to {time.likely[1]:.3f} s",
         *(f"  {name:<22}{s * 1e3:>9,.1f} ms{s / time.total:>7.1%}" for name, s in parts.items() if s > 5e-5),
         f"throughput  {speed:,.0f} tokens/s per GPU, {describe_count(speed * scenario.world_size)} in all, "
         f"MFU {time.mfu:.1%}",
@@ -100,7 +100,7 @@ def as_values(prediction: Prediction, *, tokens: float | None = None) -> dict[st
         "fits": prediction.headroom >= 0,
         "memory_bytes": {name: getattr(memory, name) for name in (*ROWS, "pp_rank", "total")}
         | {"capacity": scenario.gpu.memory_bytes},
-        "step_s": {"total": time.total, "low": time.low, "high": time.high, **parts_of(time)},
+        "step_s": {"total": time.total, "low": time.likely[0], "high": time.likely[1], **parts_of(time)},
         "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu,
         "mfu": time.mfu,
         **(training_of(prediction, tokens) if tokens else {}),

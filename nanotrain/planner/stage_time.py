@@ -41,28 +41,12 @@ class Unit:
     is_recomputed: bool = False
 
 
-class Between(NamedTuple):
-    """The transfers of tokens of a layer, and what it computes between them."""
-
-    sent: list[float]  # dispatch and combine, forward
-    returned: list[float]  # gradients of combine and dispatch
-    forward: list[float]  # attention until the dispatch, experts until combine
-    backward: list[float]  # experts, then attention
-
-
-def _between_transfers(parts: Parts) -> Between:
+def _sides(parts: Parts) -> tuple[Parts, Parts]:
+    """What a layer computes outside of dispatch and combine, and between them; all of a dense layer is beside both."""
     places = [index for index, part in enumerate(parts) if part.group == "ep"]
-    if not places:  # a dense layer hides what is beside it
-        total = sum(part.forward for part in parts), sum(part.dgrad + part.wgrad for part in parts)
-        return Between([], [], [total[0]] * 2, [total[1]] * 2)
-    first, last = places
-    outside, inside = [*parts[: first + 1], *parts[last:]], parts[first + 1 : last]
-    return Between(
-        [parts[index].before for index in places],
-        [parts[index].last for index in reversed(places)],
-        [sum(part.forward for part in each) for each in (outside, inside)],
-        [sum(part.dgrad + part.wgrad for part in each) for each in (inside, outside)],
-    )
+    if not places:
+        return parts, parts
+    return [*parts[: places[0] + 1], *parts[places[-1] :]], parts[places[0] + 1 : places[-1]]
 
 
 class Stages:
@@ -112,8 +96,7 @@ class Stages:
     def lost_s(self) -> float:
         """Seconds that a step without a pipeline loses on many nodes."""
         nodes, seconds = self.scenario.engine.slow_nodes or (inf, 0.0)
-        is_slow = self.scenario.world_size >= nodes * self.scenario.machine.gpus_per_node
-        return seconds if is_slow and self.scenario.sizes["pp"] == 1 else 0.0
+        return seconds if self.scenario.num_nodes >= nodes and self.scenario.sizes["pp"] == 1 else 0.0
 
     def modules(self, spec: StageSpec) -> list[str | int]:
         """The embedding, the layers by their index in the model, the head, and layers of multi-token prediction."""
@@ -187,10 +170,13 @@ class Stages:
         """
         ahead, back = ([unit.parts for unit in self.units(spec)] for spec in (forward, backward))
         engine, hidden = self.scenario.engine, 0.0
-        for one, other in zip(map(_between_transfers, ahead), map(_between_transfers, reversed(back)), strict=False):
-            for transfers, computed in ((one.sent, other.backward), (other.returned, one.forward)):
-                for seconds, beside in zip(transfers, computed, strict=False):
-                    hidden += (1 - engine.contention) * min(seconds, engine.kernel_factor * beside)
+        for one, other in zip(ahead, reversed(back), strict=False):
+            sent = [part.before for part in one if part.group == "ep"]
+            returned = [part.last for part in reversed(other) if part.group == "ep"]
+            computed = [sum(part.forward for part in side) for side in _sides(one)]
+            computed_back = [sum(part.dgrad + part.wgrad for part in side) for side in reversed(_sides(other))]
+            for pair in (*zip(sent, computed_back, strict=False), *zip(returned, computed, strict=False)):
+                hidden += (1 - engine.contention) * min(pair[0], engine.kernel_factor * pair[1])
         return hidden
 
     def _selected(self, parts: Parts) -> Parts:
@@ -211,10 +197,9 @@ class Stages:
 
     def overlaps(self, what: str) -> bool:
         """Whether reductions of `grads` or gathers of `params` run beside the computation."""
-        engine, parallel = self.scenario.engine, self.config.parallel
-        if what == "params":
-            return parallel.overlap_param_gather if engine.overlaps_params is None else engine.overlaps_params
-        return parallel.overlap_grad_reduce if engine.overlaps_grads is None else engine.overlaps_grads
+        parallel, chosen = self.config.parallel, getattr(self.scenario.engine, f"overlaps_{what}")
+        configured = parallel.overlap_param_gather if what == "params" else parallel.overlap_grad_reduce
+        return configured if chosen is None else bool(chosen)
 
     def collective_s(self, operation: str, numel: Numel, *, itemsize: int, level: str = "shard") -> float:
         """A collective of data parallelism over dense parameters and those of experts, one after the other."""

@@ -51,14 +51,11 @@ class StepTime:
         return sum((self.compute, self.bubble, self.optimizer, self.data, self.host, *self.exposed.values()))
 
     @property
-    def low(self) -> float:
-        """The least total that is likely."""
-        return self.total - self._range
-
-    @property
-    def high(self) -> float:
-        """The largest total that is likely."""
-        return self.total + self._range
+    def likely(self) -> tuple[float, float]:
+        """The range of the total."""
+        exposed = sum(self.exposed.values()) + self.bubble
+        half = COMPUTE_RANGE * (self.total - exposed) + NETWORK_RANGE * exposed
+        return self.total - half, self.total + half
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
@@ -77,11 +74,6 @@ class StepTime:
         """Dense peak of the GPU in 16 bits."""
         peaks = self.scenario.gpu.peak_flops
         return peaks.get("bf16") or peaks["fp16"]
-
-    @property
-    def _range(self) -> float:
-        exposed = sum(self.exposed.values()) + self.bubble
-        return COMPUTE_RANGE * (self.total - exposed) + NETWORK_RANGE * exposed
 
 
 class Step(NamedTuple):
@@ -234,16 +226,12 @@ class StepClock:
         specs = {spec.index: spec for stages in self.scenario.stages for spec in stages}
         return cache(lambda forward, backward: self.stages.hidden_s(specs[forward], specs[backward]))
 
-    @property
-    def num_nodes(self) -> float:
-        """Nodes of the run."""
-        return self.scenario.world_size / self.gpu.gpus_per_node
-
     @cached_property
     def transfer_s(self) -> float:
         """Seconds of a transfer of hidden states between neighbouring pipeline ranks."""
         slow, layers = self.scenario.engine.slow_transfer, self.stages.layers
-        if slow and self.num_nodes > 1 and (self.num_nodes >= slow[0] or self.memory_share >= slow[1]):
+        number = self.scenario.num_nodes
+        if slow and number > 1 and (number >= slow[0] or self.memory_share >= slow[1]):
             return slow[2]
         num_bytes = layers.outside * layers.width
         return collective_s(self.gpu, "p2p", num_bytes=num_bytes, ranks=self.scenario.ranks("pp")[:2])

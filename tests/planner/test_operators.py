@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.operators import Layers
 from nanotrain.planner.parts import Streams
 from nanotrain.planner.scenario import engine_of
@@ -108,6 +109,24 @@ def test_latent_attention_and_windows() -> None:
         for more in ({}, {"window_size": 1024})
     )
     assert window < 0.4 * full
+
+
+def test_sparse_attention_is_bound_by_the_scores_of_all_pairs() -> None:
+    sparse = {"multi_latent_attention": True, "q_lora_rank": 256, "num_query_groups": None}
+    sparse |= {"experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 16}
+    (full, _), (one, _), (two, sums), (untrained, _) = (
+        passes(Layers(llama(8, **sparse | more)))
+        for more in (
+            {"experimental_attention_variant": None, "dsa_indexer_n_heads": None},
+            {},
+            {"tp": 2},
+            {"dsa_indexer_loss_coeff": 0},
+        )
+    )
+    scores = 4096**2 / 2 * (16 * 16 + 32 * 65)  # bytes of the index and of attention, forward
+    assert one.compute > full.compute + scores / gpu_of("h100").memory_bandwidth
+    assert one.compute / 2 < two.compute < one.compute and untrained.compute < one.compute
+    assert two.exposed["tp"] > sums.exposed["tp"]  # the loss of the index sums over all heads
 
 
 def test_attention_that_writes_its_scores_takes_longer() -> None:

@@ -16,7 +16,7 @@ def test_the_parts_of_a_step_add_up_to_it():
     config = load(["+config=llama1b", "--mock-data", "--pipeline-model-parallel-size", "2"]).config
     time = predict(scenario_of(config, 8, gpu=gpu_of("a100"))).time
     assert sum(parts_of(time).values()) == pytest.approx(time.total)
-    assert time.low < time.total < time.high
+    assert time.likely[0] < time.total < time.likely[1]
 
 
 def test_a_training_has_as_many_gpu_hours_as_its_days_and_gpus():

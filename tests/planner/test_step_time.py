@@ -61,7 +61,7 @@ def test_the_parts_add_up_to_the_total(values: dict[str, object]) -> None:
     parts = (time.compute, time.bubble, time.optimizer, time.data, time.host, *time.exposed.values())
     assert all(part >= 0 for part in parts)
     assert time.total == pytest.approx(sum(parts))
-    assert time.low < time.total < time.high
+    assert time.likely[0] < time.total < time.likely[1]
     assert time.tokens_per_s_per_gpu == pytest.approx(
         time.scenario.config.train.global_batch_size * 4096 / time.total / 16
     )
