@@ -100,8 +100,6 @@ def _gpu(name: str, **row: Any) -> GPU:
 def as_calibrated(gpu: GPU) -> GPU:
     """The GPU whose operators and collectives take as long as on the machine that was measured."""
     compute, network = gpu.calibration.compute, gpu.calibration.network
-    if compute == network == 1.0:
-        return gpu
     node, rail, spine = (
         Link(link.bandwidth / network, link.latency * network) for link in (gpu.node, gpu.rail, gpu.spine)
     )

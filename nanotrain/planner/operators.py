@@ -165,13 +165,12 @@ class Layers(RankSizes):
         flops = 2 * dsa.n_heads * dsa.head_dim * (1 + 2 * has_loss) + 2 * heads * key * has_loss
         of_index = seconds(flops, dsa.n_heads * INDEX_BYTES[has_loss] + heads * 24 * has_loss + SELECTION_BYTES)
         summed = self.collective("tp", "all_reduce", num_bytes=4 * pairs * has_loss)  # the target, over all heads
-        launches, flops = (50 * num_blocks, 0, 0), flops * pairs
-        index = Part("indexer", of_index, launches=launches, group="tp", after=summed, flops=flops)
+        index = Part("indexer", of_index, launches=(50 * num_blocks, 0, 0), group="tp", after=summed)
         forward = seconds(2 * heads * (key + value), heads * EAGER_BYTES[0])
         backward = seconds(2 * heads * (3 * key + 2 * value), heads * EAGER_BYTES[1])
-        launches, flops = (10 * num_blocks, 20 * num_blocks, 0), 2 * heads * (key + value)
-        core = Part("core_attn", forward, backward, launches=launches, flops=flops * pairs)
-        return [*self.mla(kind, layer)[:-1], index, core]
+        launches, done = (10 * num_blocks, 20 * num_blocks, 0), 2 * heads * (key + value) * pairs
+        core = Part("core_attn", forward, backward, launches=launches, flops=done)
+        return [*self.mla(kind, layer)[:-1], replace(index, flops=flops * pairs), core]
 
     def core_attention(self, layer: int, heads: tuple[int, int]) -> Part:
         """Scaled dot-product attention."""

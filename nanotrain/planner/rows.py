@@ -45,9 +45,8 @@ def read_table(path: Path) -> list[dict[str, str]]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cannot read {path}", why=getattr(error, "strerror", "") or "it is no text", fix=fix
-        ) from None
+        why = getattr(error, "strerror", "") or "it is no text"
+        raise ConfigError(f"cannot read {path}", why=why, fix=fix) from None
     rows = list(csv.reader((line for line in lines if line.strip()), delimiter="\t", quoting=csv.QUOTE_NONE))
     header = [name.strip().lower() for name in rows[0]] if rows else []
     missing = [name for name in NEEDED if name not in header]

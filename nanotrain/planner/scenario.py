@@ -227,6 +227,4 @@ def scenario_of(
 
 def _matmul_dtype(config: Config) -> str:
     fp8 = config.precision.fp8
-    if fp8 is None:
-        return config.precision.params_dtype
-    return "mxfp8" if fp8.recipe == "mxfp8" else "fp8"
+    return config.precision.params_dtype if fp8 is None else "mxfp8" if fp8.recipe == "mxfp8" else "fp8"

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import product
+from itertools import islice, product
 from math import inf, lcm
 from typing import Any, NamedTuple, TypeVar
 
@@ -98,11 +98,8 @@ def search(
             fix="change the number of GPUs or --global-batch-size, or fix fewer settings",
         )
     candidates = space.improved(candidates)
-    best: list[Prediction] = []
-    for candidate in candidates[:NUM_CHECKED]:
-        best += _checked(candidate)
-        if len(best) == NUM_BEST:
-            break
+    fitting = (found for candidate in candidates[:NUM_CHECKED] for found in _checked(candidate))
+    best = list(islice(fitting, NUM_BEST))
     if not best:
         least = min((each.least_bytes for each in candidates), default=space.least_bytes)
         raise ConfigError(
@@ -122,13 +119,10 @@ def next_change(prediction: Prediction) -> Prediction | None:
     scenario, gpu = prediction.scenario, prediction.scenario.gpu
     engine, max_tp = scenario.engine.name, gpu.gpus_per_node
     space = Space(scenario.config, scenario.world_size, gpu=gpu, engine=engine, max_tp=max_tp)
-    longest = prediction.time.total if prediction.headroom >= 0 else float("inf")
-    for candidate in sorted(space.changes(scenario.config), key=lambda candidate: candidate.time.total):
-        if candidate.time.total >= longest:
-            break
-        if found := _checked(candidate):
-            return found[0]
-    return None
+    longest = prediction.time.total if prediction.headroom >= 0 else inf
+    changes = sorted(space.changes(scenario.config), key=lambda candidate: candidate.time.total)
+    faster = (candidate for candidate in changes if candidate.time.total < longest)
+    return next((found for candidate in faster for found in _checked(candidate)), None)
 
 
 def layout_of(config: Config) -> dict[str, Any]:
