@@ -194,13 +194,15 @@ class PaddedTokenDispatcher(AllToAllTokenDispatcher):
     Without gradients, as in validation, sizes are exact and the host waits for them.
 
     Attributes:
-        peak: [2] int64, the most pairs for one rank, and the pairs of this rank; None before the first microbatch.
+        peak: int32 scalar, the most pairs for one rank in a microbatch; None before the first one.
+        num_pairs: pairs of this rank in a microbatch.
     """
 
     def __init__(self, num_experts: int, *, ep: Group, etp: Group, options: DispatchOptions) -> None:
         super().__init__(num_experts, ep=ep, etp=etp, options=options)
         self.has_padding = options.may_drop or ep.size > 1
         self.peak: Tensor | None = None
+        self.num_pairs = 0
 
     def _plan(
         self, routing: Routing, permutation: Permutation, *, kept: "KeptSplits"
@@ -210,19 +212,17 @@ class PaddedTokenDispatcher(AllToAllTokenDispatcher):
         ids, bounds, size = routing.topk_ids, permutation.bounds, self._ep.size
         num_local, (num_tokens, topk) = self._num_experts // size, ids.shape
         capacity, rows = self._options.padded_split(num_tokens, topk, num_experts=self._num_experts, ep=size)
-        starts, ranks = bounds[::num_local], ids // num_local  # [ep + 1], [T, K]; ep for dropped pairs
-        if not (self._options.recompute.is_recomputing and self in kept):
-            ends = (bounds[1:].view(size, num_local) - starts[:-1, None]).clamp(max=capacity)
-            counts, work = self._start_counts(ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1])).flatten())
-            kept[self] = work.then(lambda _: _Splits.padded(counts, rows, ep=self._ep, etp=self._etp))
+        starts = bounds[::num_local]  # of the pairs for each rank, and of those that are dropped
         largest = starts.diff().max()
-        peak = torch.stack([largest.long(), torch.full_like(largest, ids.numel(), dtype=torch.int64)])
-        self.peak = peak if self.peak is None else torch.maximum(self.peak, peak)
-        weights = routing.topk_weights.masked_fill(largest > capacity, torch.nan)
-        positions = permutation.inverse - starts[ranks]
-        is_sent = (ranks < size) & (positions < capacity)
-        # The experts return zeros for padding, as which the pairs that are not sent count.
-        inverse = torch.where(is_sent, ranks * rows + positions, size * rows - 1)
+        self.peak, self.num_pairs = largest if self.peak is None else largest.maximum(self.peak), ids.numel()
+        is_over = largest > capacity
+        if not (self._options.recompute.is_recomputing and self in kept):
+            counts, work = self._start_counts(permutation.tokens_per_expert.masked_fill(is_over, 0))
+            kept[self] = work.then(lambda _: _Splits.padded(counts, rows, ep=self._ep, etp=self._etp))
+        weights = routing.topk_weights.masked_fill(is_over, torch.nan)
+        shifts = torch.arange(0, (size + 1) * rows, rows, device=ids.device) - starts
+        # Dropped pairs come after those of all ranks: they share the last row, padding for which experts return zeros.
+        inverse = (permutation.inverse + shifts[ids // num_local]).clamp_(max=size * rows - 1)
         order = torch.zeros(size * rows, dtype=torch.int64, device=ids.device)
         order.scatter_(0, inverse.flatten(), torch.arange(ids.numel(), device=ids.device))
         return replace(routing, topk_weights=weights), Permutation(order, inverse, bounds), size * rows

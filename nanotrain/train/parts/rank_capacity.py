@@ -34,12 +34,11 @@ class RankCapacity(StepPart):
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
         """[layers + 1] int64: the most tokens of every layer with their rank as one number, and pairs of a rank."""
-        peaks = torch.zeros(len(self._names), 2, dtype=torch.int64, device=self._device)
+        numbers = torch.zeros(len(self._names) + 1, dtype=torch.int64, device=self._device)
         for layer, dispatcher in self.dispatchers.items():
-            if dispatcher.peak is not None:
-                peaks[layer] = dispatcher.peak
-            dispatcher.peak = None
-        numbers = torch.cat([peaks[:, 0] * self._world.size + self._world.index, peaks[:, 1].amax()[None]])
+            assert dispatcher.peak is not None, "every layer has seen the microbatches of the step"
+            numbers[layer] = dispatcher.peak.long() * self._world.size + self._world.index
+            numbers[-1], dispatcher.peak = dispatcher.num_pairs, None
         all_reduce(numbers, self._world, op="max")
         return numbers
 
@@ -52,7 +51,7 @@ class RankCapacity(StepPart):
         capacity = int(self._factor * num_pairs / self._ep)
         layers = [(*divmod(peak, self._world.size), name) for peak, name in zip(peaks, self._names, strict=True)]
         most, rank, name = next((layer for layer in layers if layer[0] > capacity), max(layers))
-        needed = math.ceil(100 * most * self._ep / num_pairs) / 100
+        needed = math.ceil(100 * most * self._ep / max(num_pairs, 1)) / 100
         over = (
             f"{name} of rank {rank} had {most:,} tokens for a rank of ep that takes {capacity:,}: "
             f"set --moe-expert-rank-capacity-factor {needed} or more"
