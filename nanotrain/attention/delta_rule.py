@@ -250,6 +250,11 @@ def _channel_pairs(rows: Tensor, keys: Tensor, *, decay: Tensor) -> Tensor:
     return pairs.squeeze(-3)
 
 
+def _order(chunks: Tensor) -> range:
+    """Numbers of the chunks; a dry run computes the first only."""
+    return range(len(chunks))
+
+
 class _Scan(torch.autograd.Function):
     """The states before every chunk, one chunk after the other.
 
@@ -261,7 +266,7 @@ class _Scan(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         reads, writes, decays, state = inputs
         corrections, states = torch.empty_like(values), values.new_empty(len(values), *state.shape)
-        for chunk in range(len(values)):
+        for chunk in _order(values):
             states[chunk] = state
             torch.baddbmm(values[chunk], reads[chunk], state, alpha=-1, out=corrections[chunk])
             state = torch.baddbmm(decays[chunk] * state, writes[chunk].mT, corrections[chunk])
@@ -273,7 +278,7 @@ class _Scan(torch.autograd.Function):
         reads, writes, decays, corrections, states = ctx.saved_tensors
         of_corrections, of_states, grad = grads[0].clone(), grads[1], grads[2]
         of_next = torch.empty_like(states)  # gradients of the states after the chunks
-        for chunk in reversed(range(len(states))):
+        for chunk in reversed(_order(states)):
             of_next[chunk] = grad
             of_corrections[chunk].baddbmm_(writes[chunk], grad)
             carried = torch.addcmul(of_states[chunk], decays[chunk], grad)

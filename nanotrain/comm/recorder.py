@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Self
@@ -85,6 +85,11 @@ class InFlight:
     ends_on_host: bool = False  # a copy whose host side is not waited for by the device
     is_lost: bool = False  # a storage was freed or resized
 
+    @cached_property
+    def storages(self) -> set[int]:
+        """Storages of all buffers."""
+        return {buffer.storage for buffer in (*self.inputs, *self.outputs)}
+
     def lose(self, _: Any = None) -> None:
         """Note that a storage was freed or resized."""
         self.is_lost = True
@@ -135,11 +140,14 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.is_view:
             return func(*args, **kwargs)
+        operands = _tensors((*args, *kwargs.values()))
         if self.flying and func.overloadpacket.__name__ not in _METADATA_ONLY:
             self.num_operators += 1
-            read, written = _operands(func._schema, args, kwargs=kwargs)
+            places = _written(func)
+            written = _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
+            read = [each for each in operands if not any(each is other for other in written)]
             self.check(func._schema.name, reads=read, writes=written)
-        result = self._run(func, args, kwargs=kwargs)
+        result = self._run(func, args, kwargs=kwargs, inputs=operands)
         for tensor in result if isinstance(result, list | tuple) else (result,):
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 self._count(tensor.untyped_storage())
@@ -154,6 +162,8 @@ class Recorder(TorchDispatchMode):
         self._check_storages(what)
         used = {tensor.untyped_storage()._cdata for tensor in (*reads, *writes)}
         for flight in self.flying:
+            if used.isdisjoint(flight.storages):
+                continue
             for tensors, does, buffers in (
                 (reads, "reads an output", flight.outputs),
                 (writes, "writes to an output", flight.outputs),
@@ -193,14 +203,14 @@ class Recorder(TorchDispatchMode):
         if lost is not None:
             raise Race(f"before {what} at {place()} storage was freed or resized in flight: {lost}")
 
-    def _run(self, func: Any, args: Any, *, kwargs: Mapping[str, Any]) -> Any:
+    def _run(self, func: Any, args: Any, *, kwargs: Mapping[str, Any], inputs: list[Tensor]) -> Any:
         """Run an operator; on the meta device the shapes of its results are those of an earlier run with equal shapes.
 
         Half of torch's operators compute shapes on the meta device in Python, which takes up to 1 ms.
         """
         if torch.Tag.inplace_view in func.tags:  # such as set_, which changes what its input looks like
             return func(*args, **kwargs)
-        key, inputs = (func, _shapes(args), _shapes(tuple(kwargs.items()))), [*_tensors((*args, *kwargs.values()))]
+        key = func, _shapes(args), _shapes(tuple(kwargs.items()))
         if (known := self._shapes.get(key)) is not None:
             made = [inputs[each] if isinstance(each, int) else each and each() for each in known]
             return made[0] if len(made) == 1 else tuple(made)
@@ -222,7 +232,7 @@ class Recorder(TorchDispatchMode):
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             for flight in self.flying:
-                flight.is_lost |= any(b.storage == storage._cdata for b in (*flight.inputs, *flight.outputs))
+                flight.is_lost |= storage._cdata in flight.storages
             resized = original(storage, size)
             if storage.device.type == "meta":
                 self._count(storage)
@@ -249,27 +259,27 @@ def unrecorded() -> Iterator[None]:
         yield
 
 
-def _operands(schema: Any, args: Sequence[Any], *, kwargs: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors that an operator reads and those that it writes to."""
-    operands: tuple[list[Tensor], list[Tensor]] = [], []
-    for position, argument in enumerate(schema.arguments):
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        operands[argument.alias_info is not None and argument.alias_info.is_write].extend(_tensors(value))
-    return operands
+@cache
+def _written(func: Any) -> list[tuple[int, str]]:
+    """Positions and names of the arguments that an operator writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return [(i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, list | tuple):
+            tensors += _tensors(value)
+    return tensors
 
 
 def _shapes(value: Any) -> Any:
     """The arguments of an operator as a key."""
     if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device.type
+        return value.shape, value.stride(), value.dtype, value.device
     return tuple(map(_shapes, value)) if isinstance(value, list | tuple) else (type(value), value)
 
 

@@ -1,6 +1,7 @@
 """What a rank on the meta device runs in place of GPU kernels that meta cannot, and of values on the host.
 
 fused kernels     attention, RMSNorm, softmax of the loss: output and saved tensors as on a GPU
+linear attention  the first chunk of a scan, whose calls and memory are those of the others
 token counts      every expert gets equally many tokens
 initial weights   none
 host memory       on the meta device too, and not counted
@@ -14,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from nanotrain.attention import flex, varlen
+from nanotrain.attention import delta_rule, flex, varlen
 from nanotrain.comm.device import Copy, HostTransfer
 from nanotrain.comm.group import Group
 from nanotrain.comm.recorder import unrecorded
@@ -43,6 +44,7 @@ def on_meta(plan: Plan) -> Iterator[None]:
             *((kernel, "__call__", _attend_packed) for kernel in kernels),
             (loss, "softmax_gradient", _softmax_gradient),
             (grouped, "_grouped_mm", _grouped_mm),
+            (delta_rule, "_order", lambda _: range(1)),
             (token_dispatcher, "on_host", EvenCounts(plan, _routed_tokens(plan))),
             (build, "initialize", lambda *_, **__: None),
             *((module, "HostTransfer", _MetaTransfer) for module in (activation_offload, optimizer_offload)),
