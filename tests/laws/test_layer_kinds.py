@@ -26,22 +26,22 @@ from tests.laws.test_model_features import (
 from tests.laws.worlds import Case
 
 DOCUMENTS = {"reset_attention_mask": True}
-# six layers each
+# four layers each
 MODELS: dict[str, dict[str, Any]] = {
     "short convolutions, output gate": EXPERTS
     | {
-        "num_layers": 6,
+        "num_layers": 4,
         "linear_attention_type": "short_conv",
         "linear_conv_kernel_dim": 3,
         "linear_attention_freq": "3",
-        "moe_layer_freq": "[0,1]*3",
+        "moe_layer_freq": "[0,1]*2",
         "attention_output_gate": True,
         "hidden_dropout": 0.1,
     },
     "Mamba-2": EXPERTS
     | {
-        "num_layers": 6,
-        "hybrid_layer_pattern": "M-M*ME",
+        "num_layers": 4,
+        "hybrid_layer_pattern": "MM*E",
         "moe_latent_size": 16,
         "mamba_state_dim": 6,
         "mamba_head_dim": 8,
@@ -51,9 +51,9 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "attention beside Mamba-2": EXPERTS
     | {
-        "num_layers": 6,
+        "num_layers": 4,
         "linear_attention_type": "attention_mamba2",
-        "moe_layer_freq": "[0,1]*3",
+        "moe_layer_freq": "[0,1]*2",
         "mamba_state_dim": 6,
         "mamba_head_dim": 8,
         "mamba_num_heads": 8,
@@ -68,8 +68,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "half layers, kda": EXPERTS
     | {
-        "num_layers": 6,
-        "hybrid_layer_pattern": "G-*EG-",
+        "num_layers": 4,
+        "hybrid_layer_pattern": "G-*E",
         "moe_latent_size": 16,
         "linear_attention_type": "kda",
         "linear_num_key_heads": 8,
@@ -81,7 +81,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "sparse attention": EXPERTS
     | {
-        "num_layers": 6,
+        "num_layers": 4,
         "num_query_groups": None,
         "multi_latent_attention": True,
         "q_lora_rank": 24,
@@ -95,14 +95,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "dsa_indexer_topk": 4,
         "dsa_indexer_loss_coeff": 1.0,
         "init_method_std": 0.2,  # smaller weights attend to all keys alike, and leave nothing to learn
-        "moe_layer_freq": "[0,1]*3",
+        "moe_layer_freq": "[0,1]*2",
         "mtp_num_layers": 1,
         "attention_dropout": 0.2,
     },
     "half layers, gated delta net": EXPERTS
     | {
-        "num_layers": 6,
-        "hybrid_layer_pattern": "GEG*-G",
+        "num_layers": 4,
+        "hybrid_layer_pattern": "GE*G",
         "linear_attention_type": "gated_delta_net",
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 8,
@@ -139,7 +139,7 @@ LAYOUTS = [
     row(2, {"strategy": "no_shard", "cp": 2}, A2A, "groups", 1),
     row(4, {"strategy": "optim", "cp": 4}, A2A, "outputs", 1),
     row(2, {"strategy": "optim", "pp": 2}, VPP, "modules", 3),
-    row(2, {"strategy": "no_shard", "pp": 2}, ZB | stages("Et|tttttL"), "full", 3),
+    row(2, {"strategy": "no_shard", "pp": 2}, ZB | stages("Et|tttL"), "full", 3),
     row(2, {"strategy": "optim_grads_params", "ep": 2}, {}, "full", 1),
     row(4, {"strategy": "optim", "instances": 2}, {"outer_dp_sharding_strategy": "optim"}, "modules", 1),
     row(4, {"strategy": "optim", "tp": 2, "cp": 2, "etp": 1, "ep": 2}, SP, "full", 1),
