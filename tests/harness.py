@@ -64,6 +64,7 @@ PRELOADED = [
         "nanotrain.config.compose",
         "tests.harness",
         "s3fs",
+        "tests.server_start",
     ),
     *("tests.laws.worlds", "tests.laws.command_line", "tests.thread_world"),  # most worlds are theirs
     "transformers.models.llama.modeling_llama",  # and what all its models import: 1.2 s

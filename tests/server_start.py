@@ -1,0 +1,9 @@
+"""Imported by the fork server of the harness alone: what it forked starts processes from it too.
+
+A forked process would start a server of its own, which imports everything again: 2 s for torchrun's agent and for the
+data workers of every rank.
+"""
+
+from multiprocessing import forkserver
+
+forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
