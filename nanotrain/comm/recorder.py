@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Self
@@ -82,13 +82,9 @@ class InFlight:
     inputs: list[_Buffer]
     outputs: list[_Buffer]
     kept: tuple[Any, ...] = ()  # what the allocator would keep (`record_stream`), and weak references to the storages
+    storages: frozenset[int] = frozenset()  # of all buffers
     ends_on_host: bool = False  # a copy whose host side is not waited for by the device
     is_lost: bool = False  # a storage was freed or resized
-
-    @cached_property
-    def storages(self) -> set[int]:
-        """Storages of all buffers."""
-        return {buffer.storage for buffer in (*self.inputs, *self.outputs)}
 
     def lose(self, _: Any = None) -> None:
         """Note that a storage was freed or resized."""
@@ -143,8 +139,7 @@ class Recorder(TorchDispatchMode):
         operands = _tensors((*args, *kwargs.values()))
         if self.flying and func.overloadpacket.__name__ not in _METADATA_ONLY:
             self.num_operators += 1
-            places = _written(func)
-            written = _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
+            written = _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in _written(func)])
             read = [each for each in operands if not any(each is other for other in written)]
             self.check(func._schema.name, reads=read, writes=written)
         result = self._run(func, args, kwargs=kwargs, inputs=operands)
@@ -169,8 +164,7 @@ class Recorder(TorchDispatchMode):
                 (writes, "writes to an output", flight.outputs),
                 (writes, "writes to an input", flight.inputs),
             ):
-                near = [buffer for buffer in buffers if buffer.storage in used]
-                if near and any(_overlap(tensor, buffer) for tensor in tensors for buffer in near):
+                if any(_overlap(tensor, buffer) for tensor in tensors for buffer in buffers):
                     raise Race(f"{what} at {place()} {does} in flight: {flight}")
 
     def start(
@@ -181,6 +175,7 @@ class Recorder(TorchDispatchMode):
         tensors = (*inputs, *outputs)
         flight = InFlight(op, place(), [*map(_Buffer.of, inputs)], [*map(_Buffer.of, outputs)])
         storages = [tensor.untyped_storage() for tensor in tensors]
+        flight.storages = frozenset(storage._cdata for storage in storages)
         flight.kept = (*(tensors if keeps else ()), *(weakref.ref(storage, flight.lose) for storage in storages))
         self.flying.append(flight)
         return flight
@@ -269,10 +264,7 @@ def _written(func: Any) -> list[tuple[int, str]]:
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
     tensors: list[Tensor] = []
     for value in values:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, list | tuple):
-            tensors += _tensors(value)
+        tensors += [value] if isinstance(value, Tensor) else _tensors(value) if isinstance(value, list | tuple) else []
     return tensors
 
 
