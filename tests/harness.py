@@ -54,18 +54,8 @@ SHORT_NAMES = {
     "strategy": "data_parallel_sharding_strategy",
 }
 PRELOADED = [
-    *(
-        "torch",
-        "torch.distributed",
-        "pytest",
-        "hypothesis",
-        "numpy",
-        "nanotrain.train.open_run",
-        "nanotrain.config.compose",
-        "tests.harness",
-        "s3fs",
-        "tests.server_start",
-    ),
+    *("torch", "torch.distributed", "pytest", "hypothesis", "numpy", "s3fs"),
+    *("nanotrain.train.open_run", "nanotrain.config.compose", "tests.harness", "tests.server_start"),
     *("tests.laws.worlds", "tests.laws.command_line", "tests.thread_world"),  # most worlds are theirs
     "transformers.models.llama.modeling_llama",  # and what all its models import: 1.2 s
     "torch._dynamo",  # torch's optimizers import it when the first one is created: 1 to 5 s on every rank
