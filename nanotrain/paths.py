@@ -36,15 +36,18 @@ class Address(PosixPath):
         return super().__str__().replace(":/", "://", 1)
 
 
-def expanded(text: str, *, may_be_address: bool = False) -> str:
+def expanded(text: str, *, may_be_address: bool = False, why: str | None = None) -> str:
     """A path with its `~` and variables replaced; other text, as a name on the Hugging Face hub, stays.
+
+    `why` is the reason for which it cannot be an address, and what to do.
 
     Raises:
         ConfigError: an address of a remote file, a variable that is not set or looks like a secret, an unknown user.
     """
     if is_address(text) and not may_be_address:
-        why = f"files are read and written by their path on this machine, and {text.partition(':')[0]}:// is none"
-        raise ConfigError(f"{redacted(text)} is no path", why=why, fix="mount it and name the folder, or copy it first")
+        usual = f"files are read and written by their path on this machine, and {text.partition(':')[0]}:// is none"
+        reason, _, fix = (why or f"{usual}; mount it and name the folder, or copy it first").partition("; ")
+        raise ConfigError(f"{redacted(text)} is no path", why=reason, fix=fix)
     for variable in _VARIABLE.findall(text):
         name = variable.strip("{}")
         if is_secret(name):
@@ -60,9 +63,9 @@ def expanded(text: str, *, may_be_address: bool = False) -> str:
     return path
 
 
-def local_path(text: str) -> Path:
+def local_path(text: str, *, why: str | None = None) -> Path:
     """The path of a text, as `expanded`."""
-    return Path(expanded(text))
+    return Path(expanded(text, why=why))
 
 
 def path_or_address(text: str) -> Path:

@@ -111,5 +111,5 @@ def test_an_address_of_a_run_has_a_known_scheme_and_no_secrets(
 
 
 def test_a_folder_for_staging_without_object_storage_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="staging_dir.*neither is an address"):
+    with pytest.raises(ConfigError, match="staging_dir.*nothing that it concerns is an address"):
         load_config(["--mock-data", "--staging-dir", "x"])

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from nanotrain.errors import CheckpointError, ConfigError
 from nanotrain.log import get_logger
 from nanotrain.runs.files import disk_errors, write_text
-from nanotrain.storage.remote import MissingObject, Remote, Stat, is_address, parse
+from nanotrain.storage.remote import Remote, Stat, is_address, parse
 from nanotrain.untrusted import object_of, parse_json, read_file, whole_number
 
 MANIFEST, MARKER, SUPERSEDED = "manifest.json", "object-storage.json", "superseded"
@@ -144,6 +144,7 @@ def mirror(remote: Remote, folder: Path) -> None:
             with disk_errors(file):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 (remote / name).download(file, stat.size)
+            os.utime(file, (stat.changed, stat.changed))  # the time that a list of runs shows
     for step in [*folder.glob("step-*[0-9]"), *folder.glob("checkpoints/step-*[0-9]")]:
         local, stored = str(step.relative_to(folder)), stored_at(step)
         if "." in step.name or local in current or stored is None:
@@ -176,7 +177,7 @@ def _shards(objects: Mapping[str, Stat]) -> dict[str, int]:
 
 
 def fetched(remote: Remote, base: Path) -> Path:
-    """The local folder of an address that a command reads: a run, its checkpoints folder or one step of it.
+    """The local folder of an address that is read: a run, a step of it, or a folder of a model or a tokenizer.
 
     Args:
         remote: the address.
@@ -192,8 +193,8 @@ def fetched(remote: Remote, base: Path) -> Path:
     mirror(run, base / run.path)
     path = base / remote.path
     if not path.is_dir() or not any(path.iterdir()):
-        why = "no object begins with this name, or the checkpoint was not finished"
-        raise CheckpointError(f"{remote} is not there", why=why, fix="list the bucket, and name a run or a step of it")
+        why = "there is no folder of this name, or the checkpoint was not finished"
+        raise CheckpointError(f"{remote} is not there", why=why, fix="list the bucket, and name a folder of it")
     return path
 
 
@@ -231,10 +232,5 @@ def require_writable(remote: Remote) -> None:
     Raises:
         StorageFault: it cannot be written or deleted.
     """
-    try:
-        (remote / ".writable").write(b"this process can write here")
-        remote.delete([".writable"])
-    except MissingObject as error:
-        raise type(error)(
-            error.what, why=error.why, fix="make the bucket, or name another one with --run-dir"
-        ) from None
+    (remote / ".writable").write(b"this process can write here")
+    remote.delete([".writable"])

@@ -17,6 +17,7 @@ from nanotrain.config.rules.check import OPEN_NAMES, validate_start
 from nanotrain.config.schema import ENTRIES, value_of
 from nanotrain.config.suggest import by_spelling
 from nanotrain.errors import ConfigError
+from nanotrain.paths import expanded
 from nanotrain.system import importing_torch
 
 # The options of torchrun that are accepted; each takes a value, except those in SWITCHES.
@@ -61,7 +62,7 @@ def take_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Torchrun's options, in its spelling with hyphens, and all other arguments as they are.
 
     Raises:
-        ConfigError: an option without its value.
+        ConfigError: an option without its value, or an address for --log-dir.
     """
     options: list[str] = []
     rest: list[str] = []
@@ -75,7 +76,7 @@ def take_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             following = value if has_value else next(arguments, "")
             if not following or (not has_value and begins_argument(following)):
                 raise ConfigError(f"{argument} has no value", why="torchrun's option takes one", fix=f"{name} VALUE")
-            options.append(f"{name}={following}")
+            options.append(f"{name}={expanded(following) if name == '--log-dir' else following}")
         else:
             rest.append(argument)
     return options, rest

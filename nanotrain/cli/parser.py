@@ -11,7 +11,7 @@ from pathlib import Path
 from textwrap import TextWrapper
 from typing import Any, NoReturn
 
-from nanotrain.cli.places import read_path, written_path
+from nanotrain.cli.places import read_name, read_path, written_path
 from nanotrain.config.flags import known_flags, split_settings
 from nanotrain.config.megatron import row_of
 from nanotrain.config.suggest import by_spelling, did_you_mean
@@ -114,11 +114,13 @@ TYPES: dict[str, Callable[[str], Any]] = {
     "read_path": read_path,
     "written_path": written_path,
     "text_path": expanded,
+    "tokenizer": read_name,
     "corpus": partial(expanded, may_be_address=True),
     "png_file": png_file,
     "words": shlex.split,
     "whole_numbers": whole_numbers,
     **{name: number(**row) for name, row in declared(".numbers").items()},
+    **{name: partial(local_path, why=why) for name, why in declared(".local").items()},
 }
 
 

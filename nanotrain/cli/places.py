@@ -1,6 +1,7 @@
 """Addresses where commands take folders: what is read is brought to this machine before, what is written is uploaded.
 
-    read_path, written_path   the converters of such arguments; is_fetched tells what the first one made
+    read_path, read_name,     the converters of such arguments; is_fetched tells what the first two made
+    written_path
     transfers                 around a command: uploads when it has succeeded, then removes the local files
 
 Shards of checkpoints are not brought: they are read in object storage, chunk by chunk.
@@ -14,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nanotrain.errors import ConfigError
-from nanotrain.paths import local_path
+from nanotrain.paths import expanded, local_path
 from nanotrain.runs.files import disk_errors
 from nanotrain.storage.remote import MissingObject, Remote, is_address, parse
 
@@ -33,6 +34,11 @@ def read_path(text: str) -> Path:
     from nanotrain.checkpoint.stored import fetched
 
     return fetched(parse(text), _base("read"))
+
+
+def read_name(text: str) -> str:
+    """A name as `expanded`, of a hub or a path; of an address, the local path as of `read_path`."""
+    return str(read_path(text)) if is_address(text) else expanded(text)
 
 
 def written_path(text: str, *, suffix: str = "") -> Path:

@@ -135,7 +135,7 @@ class DataConfig:
     split: str = option("969,30,1", "proportions of training, validation and test documents")
     exclude_documents: str | None = option(None, "file of training documents that are not read from the start of this process on: lines PREFIX:INDEX, or those that nanotrain data find --json prints", is_path=True)
     seq_length: int = option(256, "sequence length: tokens per sample", check=at_least(1))
-    tokenizer_model: str | None = option(None, "Hugging Face name or folder, tokenizer.json, or 'bytes'; unset: the one next to the data", is_path=True)
+    tokenizer_model: str | None = option(None, "Hugging Face name or folder, tokenizer.json, or 'bytes'; unset: the one next to the data", is_path="or address")
     vocab_file: str | None = option(None, "GPT-2's vocab.json, with merge_file instead of tokenizer_model", is_path=True)
     merge_file: str | None = option(None, "GPT-2's merges.txt, with vocab_file instead of tokenizer_model", is_path=True)
     mock_data: bool = option(False, "train on synthetic tokens, for benchmarks")
@@ -175,7 +175,7 @@ class CheckpointConfig:
     load_optim: bool = option(True, "load the optimizer state of a checkpoint; off: only its weights and its step")
     auto_resume: bool = option(True, "resume from the newest complete checkpoint of the run folder")
     use_checkpoint_args: bool = option(False, "take the model from the checkpoint that the run starts from, and seq_length where it is not set")
-    pretrained_checkpoint: str | None = option(None, "Hugging Face folder with the initial weights; its config.json sets the model section", is_path=True)
+    pretrained_checkpoint: str | None = option(None, "Hugging Face folder with the initial weights; its config.json sets the model section", is_path="or address")
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ class Verify(argparse.Action):
     """The action of `--verify PREFIX`, which checks a corpus and ends the program."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
-        prefix = Path(prefix_of(str(rest[1]))).expanduser()
+        prefix = local_path(prefix_of(str(rest[1])))
         number = check_blocks(prefix)
         if not number:
             why = "an older version or another program wrote it"

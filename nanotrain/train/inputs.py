@@ -74,6 +74,7 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
     config, folder = loaded.config, RunFolder.of(loaded.config)
     if reads_checkpoint or config.checkpoint.use_checkpoint_args:
         _fetch(config, folder)
+    config = with_local_files(config)
     if config.checkpoint.pretrained_checkpoint:
         config = with_pretrained_model(config, loaded.explicit)
     elif config.checkpoint.use_checkpoint_args:
@@ -136,6 +137,7 @@ def with_pretrained_model(config: Config, explicit: frozenset[str]) -> Config:
     """
     from nanotrain.interop.hf.families import check_against, model_from_hf
 
+    config = with_local_files(config)
     assert config.checkpoint.pretrained_checkpoint, "callers check it"
     described = model_from_hf(Path(config.checkpoint.pretrained_checkpoint))
     fields = frozenset(key.removeprefix("model.") for key in explicit if key.startswith("model."))
@@ -250,11 +252,25 @@ def _fetch(config: Config, folder: RunFolder) -> None:
         folder.path.mkdir(parents=True, exist_ok=True)
         with _file_lock(folder.path / ".fetching"):
             mirror(folder.remote, folder.path)
-    if is_address(load := config.checkpoint.load or ""):
-        base = _load_base(config)
-        base.mkdir(parents=True, exist_ok=True)
-        with _file_lock(base / ".fetching"):
-            fetched(parse(load), base)
+    _local_copy(config.checkpoint.load, config)
+
+
+def with_local_files(config: Config) -> Config:
+    """The configuration with local copies in place of the addresses of a tokenizer and of a Hugging Face folder."""
+    tokenizer = _local_copy(config.data.tokenizer_model, config)
+    pretrained = _local_copy(config.checkpoint.pretrained_checkpoint, config)
+    checkpoint = replace(config.checkpoint, pretrained_checkpoint=pretrained)
+    return replace(config, data=replace(config.data, tokenizer_model=tokenizer), checkpoint=checkpoint)
+
+
+def _local_copy(text: str | None, config: Config) -> str | None:
+    """The local path of an address, where its files are brought, one rank at a time; other texts as they are."""
+    if text is None or not is_address(text):
+        return text
+    base = _load_base(config)
+    base.mkdir(parents=True, exist_ok=True)
+    with _file_lock(base / ".fetching"):
+        return str(fetched(parse(text), base))
 
 
 @contextmanager

@@ -145,7 +145,7 @@ def test_files_that_have_not_changed_are_not_uploaded_again(run: Remote, tmp_pat
 def test_what_would_fail_at_the_first_save_fails_at_the_start(bucket: str, run: Remote) -> None:
     require_writable(run)
     assert run.sizes() == {}
-    with pytest.raises(MissingObject, match=r"no-such-bucket.*another one with --run-dir"):
+    with pytest.raises(MissingObject, match=r"no-such-bucket.*make the bucket, or name another place"):
         require_writable(parse("s3://no-such-bucket/run"))
     with (
         s3_server.server().faults(lambda request: "denied" if request.method == "PUT" else None),

@@ -10,6 +10,7 @@ import pytest
 
 from nanotrain.checkpoint.stored import fetched
 from nanotrain.cli.main import main
+from nanotrain.data.tokenizer import load_with_files
 from nanotrain.storage.remote import parse
 from nanotrain.train.main import main as train
 from tests import s3_server
@@ -54,7 +55,7 @@ def test_another_layout_resumes_from_a_bucket_as_from_a_disk(bucket: str, tmp_pa
 @pytest.mark.parametrize(
     ("fault", "run", "reason"),
     [
-        (None, "s3://no-such-bucket/run", "bucket does not exist; make the bucket, or name another one with --run-dir"),
+        (None, "s3://no-such-bucket/run", "bucket does not exist; make the bucket, or name another place"),
         ("denied", "s3://laws/refused", "Access Denied; give credentials with this right"),
         ("skewed", "s3://laws/refused", "check the clock of this machine"),
     ],
@@ -126,6 +127,67 @@ def test_a_command_on_addresses_does_what_it_does_on_folders(
 def numbers(text: str) -> list[str]:
     """The numbers of an output, without those of paths, times and speeds."""
     return re.findall(r"(?<![\w/.-])\d+\.\d{3,}(?![\w/])", text)
+
+
+def test_a_model_and_a_tokenizer_at_addresses_are_those_of_folders(
+    bucket: str, trained: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = tmp_path / "tokenizer"
+    load_with_files("bytes").save(folder)
+    for file in folder.iterdir():
+        (parse(bucket) / f"tokenizer/{file.name}").put(file)
+    lines = []
+    for place, name in ((bucket, "remote"), (str(tmp_path), "local")):
+        assert main(["checkpoint", "export-hf", str(trained[1]), f"{place}/model", "--family", "llama"]) == 0
+        start = f"--train-iters 2 --micro-batch-size 3 --pretrained-checkpoint {place}/model"
+        with_tokenizer = f"{THREE} --vocab-size 300 --tokenizer-model {place}/tokenizer"
+        lines += [arguments(tmp_path / name, start), arguments(tmp_path / f"{name}-300", with_tokenizer)]
+    staging = f"checkpoint.staging_dir={tmp_path / 'staging'}"
+    run_ranks(1, run_command_lines, *([*line, staging] for line in lines[:2]), *lines[2:])
+    for end in ("", "-300"):
+        assert_same_to_the_bit(tmp_path / f"remote{end}", tmp_path / f"local{end}")
+    assert (tmp_path / "remote-300/tokenizer/tokenizer.json").exists()
+    capsys.readouterr()
+    texts = []
+    for place in (bucket, str(tmp_path)):
+        words = f"generate {tmp_path}/local-300 --prompt a --num-tokens 4 --temperature 0 --tokenizer {place}/tokenizer"
+        assert main(words.split()) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != ""
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("watch RUN", "objects arrive at saves; `nanotrain report` takes it"),
+        ("timeline RUN", "profiles stay on the machines of the ranks; name the run folder below --staging-dir"),
+        ("data mix RUN --weights 1 a", "the job reads requests in its local folder; name the run folder"),
+        ("train +config=tiny --mock-data --save-fallback-dir RUN", "is no path: files are read and written"),
+        ("train --nproc-per-node 1 --log-dir RUN +config=tiny", "is no path: files are read and written"),
+        ("prepare --verify RUN", "is no path: files are read and written"),
+        ("prepare --input x.txt --output y --tokenizer RUN", "is no path: files are read and written"),
+        ("plan +config=tiny --world-size 2 --png RUN.png", "is no path: files are read and written"),
+        ("runs RUN-of-nobody", "there is no folder of this name"),
+    ],
+)
+def test_an_address_where_it_makes_no_sense_is_one_error_and_no_folder(
+    command: str, reason: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.txt").write_text("text")
+    assert main(command.replace("RUN", f"{bucket}/run").split()) == 2
+    error = capsys.readouterr().err
+    assert error.count("error:") == 1 and reason in error and os.listdir() == ["x.txt"], error
+
+
+def test_runs_are_listed_from_a_bucket(
+    bucket: str, trained: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for file, stat in parse(trained[0]).sizes().items():
+        (parse(trained[0]) / file).download(tmp_path / "file", stat.size)
+        (parse(bucket) / f"listed/one/{file}").put(tmp_path / "file")
+    assert main(["runs", f"{bucket}/listed"]) == 0
+    assert re.search(r"one +\w+ +3/3 ", capsys.readouterr().out)
 
 
 def test_checkpoints_are_pruned_at_the_address(bucket: str, trained: tuple[str, Path], tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ class Values:
 
 
 def uses_object_storage(v: Values) -> bool:
-    """Whether the run, or the checkpoint that it starts from, is in object storage."""
-    return is_address(v.run_dir or "") or is_address(v.load or "")
+    """Whether the run, or what it starts from, is in object storage."""
+    return any(is_address(v[name] or "") for name in ("run_dir", "load", "pretrained_checkpoint", "tokenizer_model"))
 
 
 def has_split(v: Values) -> bool:
