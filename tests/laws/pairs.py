@@ -47,7 +47,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "allgather": (2, {"cp": 2}, {"cp_comm_type": "allgather"}),
     "ep": (4, EP, {}),
     "etp": (2, {"tp": 2, "etp": 2}, SP),
-    "tp, ep": (2, {"tp": 2, "etp": 1} | EP, SP),
+    "tp, ep": (2, {"tp": 2, "etp": 1} | EP, SP | {"moe_expert_rank_capacity_factor": 2.0}),
     "pp, ep": (2, {"pp": 2} | EP, {"pipeline_schedule": "zb-h1"}),
 }
 WITH_EXPERTS = ("ep", "etp", "tp, ep", "pp, ep")
