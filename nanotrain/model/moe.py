@@ -61,14 +61,7 @@ class MoELayer(nn.Module):
         assert moe is not None, "a dense layer has no experts"
         self._tp = single if parallel.sequence.size == 1 else parallel.tp.group
         self._split = single if parallel.tp.sequence_parallel else self._tp
-        self.router = Router(
-            moe,
-            params["router.weight"],
-            bias=params.get("router.bias"),
-            sequence=parallel.sequence,
-            dp=parallel.dp,
-            recompute=parallel.recompute,
-        )
+        self.router = Router(moe, params, parallel=parallel)
         options = replace(
             parallel.dispatch, may_drop=moe.expert_capacity_factor is not None, recompute=parallel.recompute
         )

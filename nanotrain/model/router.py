@@ -35,15 +35,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanotrain.comm.collectives import all_gather_into, all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.config.model import LoadBalancing, MoEConfig, RouterScore
 from nanotrain.kernels.linear import adds_wider
 from nanotrain.kernels.permute import plan_permutation
-from nanotrain.memory.recompute import Recompute
-from nanotrain.model.context import LayerContext
+from nanotrain.model.context import LayerContext, ModelParallel
+from nanotrain.model.parameters import Parameters
 from nanotrain.model.router_stats import RouterStats, StatefulModule
 from nanotrain.parallel.ep.token_dispatcher import Routing
 
@@ -53,11 +53,9 @@ class Router(StatefulModule):
 
     Args:
         moe: number of experts, scores, losses and capacity.
-        weight: [E, H].
-        bias: [E], of the logits; None without one.
-        sequence: the ranks that hold the tokens of one sequence.
-        dp: the ranks that read different samples; read by global_aux_loss.
-        recompute: recomputation of the stage; a recomputed forward counts nothing.
+        params: those of `MoELayer`: router.weight [E, H], and router.bias [E] of the logits where declared.
+        parallel: ranks that hold the tokens of one sequence, and those that read different samples, which
+            global_aux_loss reads; recomputation, as a recomputed forward counts nothing.
 
     Attributes:
         expert_bias: [E] fp32 buffer, added to the scores for the selection only; None where it is not enabled. Updated
@@ -67,26 +65,17 @@ class Router(StatefulModule):
 
     expert_bias: Tensor | None
 
-    def __init__(
-        self,
-        moe: MoEConfig,
-        weight: nn.Parameter,
-        *,
-        sequence: Group,
-        dp: Group,
-        recompute: Recompute | None = None,
-        bias: nn.Parameter | None = None,
-    ) -> None:
+    def __init__(self, moe: MoEConfig, params: Parameters, *, parallel: ModelParallel) -> None:
         super().__init__()
-        self._recompute = recompute or Recompute()
-        self.moe, self.sequence, self.dp, self.num_experts = moe, sequence, dp, weight.shape[0]
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias = params.linear("router")
+        self.moe, self.num_experts, self._recompute = moe, len(self.weight), parallel.recompute
+        self.sequence, self.dp = parallel.sequence, parallel.dp
         self.register_buffer("expert_bias", torch.zeros(self.num_experts) if moe.router_enable_expert_bias else None)
         self.stats = RouterStats(self.num_experts)
         losses = zip(moe.router_load_balancing_type, moe.aux_loss_coeff, strict=True)
         self._balance = [(kind, coeff) for kind, coeff in losses if kind != "none" and coeff > 0]
         if moe.divide_global_aux_loss_by_dp:
-            divisors = {"global_aux_loss": dp.size}
+            divisors = {"global_aux_loss": self.dp.size}
             self._balance = [(kind, coeff / divisors.get(kind, 1)) for kind, coeff in self._balance]
 
     def forward(self, hidden: Tensor, context: LayerContext, *, positions: Callable[[], Tensor]) -> Routing:
@@ -110,9 +99,8 @@ class Router(StatefulModule):
         else:
             topk_ids = self._select(logits.detach(), scores.detach())
         topk_weights = self._weights(logits, scores, topk_ids=topk_ids)
-        is_training = self.training and torch.is_grad_enabled()
-        if is_training:
-            routing = Routing(topk_ids, topk_weights)
+        routing = Routing(topk_ids, topk_weights)
+        if self.training and torch.is_grad_enabled():
             topk_weights = self._attach_losses(routing, logits, probabilities=probabilities, context=context)
         kept_ids = topk_ids
         if self.moe.expert_capacity_factor is not None:

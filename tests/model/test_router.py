@@ -7,9 +7,9 @@ from typing import get_args
 import pytest
 import torch
 
-from nanotrain.comm.group import Group
 from nanotrain.config.model import LoadBalancing, ModelConfig, MoEConfig
-from nanotrain.model.context import LayerContext
+from nanotrain.model.context import LayerContext, ModelParallel
+from nanotrain.model.parameters import Parameters
 from nanotrain.model.router import Router
 from nanotrain.train.parts.router_balance import router_metrics
 from tests.harness import run_ranks
@@ -22,7 +22,7 @@ SIGMOID = replace(SOFTMAX, moe=replace(SOFTMAX.moe, router_score_function="sigmo
 def build_router(model, *, bias=None):
     """A router whose weight is the identity, so that its input is its logits."""
     weight = torch.nn.Parameter(torch.eye(E))
-    router = Router(model.moe, weight, sequence=Group.single_rank("tp_cp"), dp=Group.single_rank("dp"))
+    router = Router(model.moe, Parameters({"router.weight": weight}), parallel=ModelParallel.single_rank())
     if bias is not None:
         router.expert_bias.copy_(torch.tensor(bias))
     return router
@@ -190,9 +190,8 @@ GLOBAL = replace(
 
 def gradients_with_padding(ctx):
     """Two microbatches of a sequence per rank, of which the second is padding on rank 1."""
-    router = Router(
-        GLOBAL.moe, torch.nn.Parameter(torch.eye(E)), sequence=Group.single_rank("tp_cp"), dp=ctx.group("dp")
-    )
+    parallel = replace(ModelParallel.single_rank(), dp=ctx.group("dp"))
+    router = Router(GLOBAL.moe, Parameters({"router.weight": torch.nn.Parameter(torch.eye(E))}), parallel=parallel)
     gradients = []
     for sequence, is_padding in ((ctx.rank, False), (2 - 2 * ctx.rank, ctx.rank == 1)):
         context = LayerContext(aux_loss_scale=1.0, is_padding=is_padding)
