@@ -83,8 +83,7 @@ class MTPLayer(nn.Module):
             hidden states for the next layer; the sum over unmasked target tokens of the cross-entropy, an fp32 scalar.
         """
         embedded = self._drop_embedded(embed(batch.tokens), context.dropout)
-        joined = torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1)
-        hidden = self.eh_proj(joined)
+        hidden = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
         for function in self.block_functions:
             hidden = function(hidden, context)
         hidden = self.final_norm(hidden)

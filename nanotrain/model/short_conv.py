@@ -31,9 +31,8 @@ class ShortConv(nn.Module):
     def __init__(self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int) -> None:
         super().__init__()
         column = partial(ColumnParallelLinear, tensor_parallel=parallel.tp)
-        self.gate_in = column(*params.linear("gate_in"))
-        self.gate_out = column(*params.linear("gate_out"))
-        self.value = column(*params.linear("value"))
+        names = ("gate_in", "gate_out", "value")
+        self.gate_in, self.gate_out, self.value = (column(*params.linear(name)) for name in names)
         self.conv = ShortConvolution(params.submodule("conv"), cp=parallel.cp)
         self.output = RowParallelLinear(*params.linear("output"), tensor_parallel=parallel.tp)
         self.dropout = HiddenDropout(model_config.hidden_dropout, layer, DropoutPlace.attention, parallel.tp)
@@ -41,5 +40,4 @@ class ShortConv(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
         gate_in, gate_out, value = column_parallel(hidden, (self.gate_in, self.gate_out, self.value))
-        mixed = gate_out * self.conv(gate_in * value, context)
-        return self.dropout(self.output(mixed), context.dropout)
+        return self.dropout(self.output(gate_out * self.conv(gate_in * value, context)), context.dropout)

@@ -22,16 +22,14 @@ def free_keys(model_config: ModelConfig) -> tuple[str, ...]:
 
 def resolved(model_config: ModelConfig) -> ModelConfig:
     """The same model with derived sizes set."""
-    shape = ModelShape.of(model_config)
-    moe = model_config.moe
-    if moe is not None:
-        moe = replace(moe, ffn_hidden_size=shape.moe_ffn_size)
+    shape, moe = ModelShape.of(model_config), model_config.moe
     return replace(
         model_config,
         num_query_groups=shape.query_groups,
         kv_channels=shape.head_dim,
+        value_channels=None if model_config.mla else shape.value_head_dim,
         ffn_hidden_size=shape.ffn_size,
-        moe=moe,
+        moe=moe and replace(moe, ffn_hidden_size=shape.moe_ffn_size),
     )
 
 

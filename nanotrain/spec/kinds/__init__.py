@@ -6,26 +6,24 @@
 docs/layer_kinds.md describes how to add one.
 """
 
+from functools import partial
+
 from nanotrain.spec.declaration import LayerKind
 from nanotrain.spec.kinds import attention, attention_mamba, delta_net, dsa, mamba, mlp, short_conv
 
+_softmax = partial(LayerKind, has_keys=True, sequence_flops=attention.pair_flops, cp_bytes=attention.cp_bytes)
+_delta_rule = partial(
+    LayerKind,
+    saved_bytes=delta_net.saved_bytes,
+    sequence_flops=delta_net.sequence_flops,
+    working_bytes=delta_net.working_bytes,
+    cp_bytes=delta_net.cp_bytes,
+)
 MIXERS: dict[str, LayerKind] = {
-    "attention": LayerKind(
-        attention.attention,
-        attention.attention_bytes,
-        attention.pair_flops,
-        has_keys=True,
-        clipped_rows=attention.attention_rows,
-        cp_bytes=attention.cp_bytes,
+    "attention": _softmax(
+        attention.attention, saved_bytes=attention.attention_bytes, clipped_rows=attention.attention_rows
     ),
-    "mla": LayerKind(
-        attention.mla,
-        attention.mla_bytes,
-        attention.pair_flops,
-        has_keys=True,
-        clipped_rows=attention.mla_rows,
-        cp_bytes=attention.cp_bytes,
-    ),
+    "mla": _softmax(attention.mla, saved_bytes=attention.mla_bytes, clipped_rows=attention.mla_rows),
     "dsa": LayerKind(
         dsa.declare,
         dsa.saved_bytes,
@@ -35,16 +33,8 @@ MIXERS: dict[str, LayerKind] = {
         clipped_rows=attention.mla_rows,
         cp_bytes=dsa.cp_bytes,
     ),
-    **{
-        name: LayerKind(
-            declare,
-            delta_net.saved_bytes,
-            delta_net.sequence_flops,
-            delta_net.working_bytes,
-            cp_bytes=delta_net.cp_bytes,
-        )
-        for name, declare in (("gated_delta_net", delta_net.gated_delta_net), ("kda", delta_net.kda))
-    },
+    "gated_delta_net": _delta_rule(delta_net.gated_delta_net),
+    "kda": _delta_rule(delta_net.kda),
     "mamba2": LayerKind(
         mamba.declare, mamba.saved_bytes, mamba.sequence_flops, mamba.working_bytes, cp_bytes=mamba.cp_bytes
     ),
