@@ -78,7 +78,7 @@ class AttentionNeed:
         is_wanted = {
             "documents": config.data.reset_attention_mask,
             "window": has_window,
-            "sinks": model.softmax_type != "vanilla",
+            "sinks": model.softmax_type != "vanilla" and (has_window or not model.sinks_in_windows_only),
             "softcap": model.attn_logit_softcapping is not None,
             "dropout": model.attention_dropout > 0,
             "all-gather cp": cp_comm_type == "allgather",

@@ -165,6 +165,8 @@ class ModelConfig:
     num_attention_heads: int = option(4, "query heads", check=at_least(1))
     num_query_groups: int | None = option(None, "key/value heads (grouped-query attention); unset: one per query head", check=at_least(1))
     kv_channels: int | None = option(None, "channels of a head; unset: hidden_size / num_attention_heads", check=at_least(1))
+    value_channels: int | None = option(None, "channels of a value head (MiMo-V2); unset: kv_channels", check=at_least(1))
+    window_query_groups: int | None = option(None, "key/value heads in layers with a window (MiMo-V2); unset: as in the others", check=at_least(1))
     max_position_embeddings: int = option(1024, "maximum sequence length of the model", check=at_least(1))
     vocab_size: int | None = option(None, "size of the vocabulary; unset: from the tokenizer", check=at_least(1))
     make_vocab_size_divisible_by: int = option(128, "pad the vocabulary to a multiple of this; padded logits are masked", check=at_least(1))
@@ -194,6 +196,7 @@ class ModelConfig:
     softmax_scale: float | None = option(None, "factor on the attention scores; unset: 1 / sqrt(channels of a head)", check=above(0))
     attn_logit_softcapping: float | None = option(None, "soft-cap attention scores by c * tanh(score / c) (Gemma 2); unset: none", check=above(0))
     softmax_type: SoftmaxType = option("vanilla", "attention sinks: vanilla (none), off-by-one (one more score of 0) or learnable (one per head, gpt-oss)")
+    sinks_in_windows_only: bool = option(False, "softmax_type learnable: layers without a window have no sinks (MiMo-V2)")
     attention_dropout: float = option(0.0, "share of the attention weights that are dropped in training", check=between(0, 1))
     hidden_dropout: float = option(0.0, "share of the outputs of embedding, attention and MLP that are dropped in training", check=between(0, 1))
     window_size: int | None = option(None, "sliding-window attention: keys before its own that a query attends to, the left number of Megatron-LM's pair; unset: all", check=at_least(0))
@@ -203,7 +206,7 @@ class ModelConfig:
     embedding_l2_norm: bool = option(False, "normalize word embeddings by an RMSNorm without weights (nanochat)")
     embedding_multiplier: float = option(1.0, "factor on the word embeddings (Granite)", check=above(0))
     residual_multiplier: float = option(1.0, "factor on the outputs of attention and MLP before the residual sum (Granite)", check=above(0))
-    attention_output_multiplier: float = option(1.0, "attention_mamba2: factor on the output of attention", check=above(0))
+    attention_output_multiplier: float = option(1.0, "factor on the output of attention, of MLA none (Falcon-H1; MiMo-V2, where values have it)", check=above(0))
     mlp_gate_multiplier: float = option(1.0, "gated activations: factor on the gate (Falcon-H1)", check=above(0))
     mlp_output_multiplier: float = option(1.0, "factor on the outputs of MLPs before the residual sum (Falcon-H1)", check=above(0))
     logits_scaling: float = option(1.0, "divisor of the logits, before their softcap (Granite)", check=above(0))
@@ -242,7 +245,7 @@ class ModelConfig:
     @property
     def value_head_dim(self) -> int:
         """Channels of a value head."""
-        return self.head_dim if self.mla is None else self.mla.v_head_dim
+        return self.value_channels or self.head_dim if self.mla is None else self.mla.v_head_dim
 
     @property
     def query_groups(self) -> int:

@@ -41,19 +41,22 @@ class Attention(nn.Module):
 
     def __init__(self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int) -> None:
         super().__init__()
-        shape = ModelShape.of(model_config)
+        shape = ModelShape.of(model_config).of_layer(layer)
         self.softmax_offset = params.get("softmax_offset")
         self.scores = LayerScores(model_config, layer=layer, parallel=parallel)
         self.max_logits = self.scores.max_logits
-        self.head_dim, self.has_window, self.has_rope = shape.head_dim, shape.has_window(layer), shape.has_rope(layer)
+        self.head_dims = (shape.head_dim, shape.head_dim, shape.value_head_dim, shape.value_head_dim)  # as projected
+        self.has_window, self.has_rope = shape.has_window(layer), shape.has_rope(layer)
+        self.factor = model_config.attention_output_multiplier
         self.core_attention = parallel.core_attention
         query_rows = _rows(shape, shape.num_heads, tensor_parallel=parallel.tp)
         key_rows = _rows(shape, shape.query_groups, tensor_parallel=parallel.tp)
+        value_rows = slice(*(row // shape.head_dim * shape.value_head_dim for row in (key_rows.start, key_rows.stop)))
         column = partial(ColumnParallelLinear, tensor_parallel=parallel.tp)
-        rows = key_rows if shape.replicates_kv_heads(parallel.tp.group.size) else None
+        is_replicated = shape.replicates_kv_heads(parallel.tp.group.size)
         self.query = column(*params.linear("query"))
-        self.key = column(*params.linear("key"), rows=rows)
-        self.value = column(*params.linear("value"), rows=rows)
+        self.key = column(*params.linear("key"), rows=key_rows if is_replicated else None)
+        self.value = column(*params.linear("value"), rows=value_rows if is_replicated else None)
         self.gate = column(*params.linear("gate")) if shape.has_output_gate else None
         self.projections = (self.query, self.key, self.value) + (() if self.gate is None else (self.gate,))
         head_norm = partial(build_head_norm, model_config, group=parallel.tp.group)
@@ -69,7 +72,8 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
         projected = column_parallel(hidden, self.projections)
-        query, key, value, *gates = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)  # [B, S, N or G, D]
+        # [B, S, N or G, D or Dv]
+        query, key, value, *gates = (x.unflatten(-1, (-1, d)) for x, d in zip(projected, self.head_dims, strict=False))
         rotary = context.rotary[int(self.has_window)] if self.has_rope else None
         query, key = self._position(query, key, rotary=rotary)
         if self.query_factor != 1.0:
@@ -79,6 +83,8 @@ class Attention(nn.Module):
         attended = self.core_attention(query, key=key, value=value, mask=mask, scores=scores)
         for gate in gates:  # one or none
             attended = attended * gate.sigmoid()
+        if self.factor != 1.0:
+            attended = attended * self.factor
         return self.dropout(self.output(attended.flatten(2)), context.dropout)
 
     def _position(self, query: Tensor, key: Tensor, *, rotary: Rotary | None) -> tuple[Tensor, Tensor]:

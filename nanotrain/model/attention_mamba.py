@@ -10,7 +10,7 @@ from nanotrain.model.parameters import Parameters
 
 
 class AttentionMamba2(nn.Module):
-    """The sum of both, each times its factor; the same interface as `Attention`.
+    """The sum of attention and of Mamba-2 times its factor; the same interface as `Attention`.
 
     Args:
         model_config: sizes and factors.
@@ -23,9 +23,8 @@ class AttentionMamba2(nn.Module):
         super().__init__()
         self.attention = Attention(model_config, params.submodule("attention"), parallel=parallel, layer=layer)
         self.mamba = Mamba2(model_config, params.submodule("mamba"), parallel=parallel, layer=layer)
-        self.factors = model_config.attention_output_multiplier, model_config.mamba.output_multiplier
+        self.factor = model_config.mamba.output_multiplier
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
-        of_attention, of_mamba = self.factors
-        return of_attention * self.attention(hidden, context) + of_mamba * self.mamba(hidden, context)
+        return self.attention(hidden, context) + self.factor * self.mamba(hidden, context)

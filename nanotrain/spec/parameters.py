@@ -26,8 +26,9 @@ def declare_stage(declare: Declaration, stage: StageSpec) -> Specs:
     units: dict[str, Specs] = {}
     if stage.has_embedding or (stage.has_head and shape.has_embedding_at_end):
         units["embedding"] = embedding(declare, has_positions=stage.has_embedding)
-    of_kinds = {kinds: layer(declare, i) for kinds, i in {shape.kinds(i): i for i in stage.layers}.items()}
-    units |= {f"layers.{index}": of_kinds[shape.kinds(index)] for index in stage.layers}
+    kinds = {i: (*shape.kinds(i), shape.has_window(i)) for i in stage.layers}
+    of_kinds = {kind: layer(declare, i) for kind, i in {kind: i for i, kind in kinds.items()}.items()}
+    units |= {f"layers.{index}": of_kinds[kind] for index, kind in kinds.items()}
     if stage.has_head:
         units["final_norm"] = norm(declare, shape.hidden_size)
     if stage.has_head and not shape.is_tied:
@@ -62,6 +63,7 @@ def embedding(declare: Declaration, *, has_positions: bool) -> Specs:
 def layer(declare: Declaration, index: int) -> Specs:
     """A transformer layer, by its index in the model: norm and attention, norm and MLP, or one of the two."""
     shape, (mixer, mlp) = declare.shape, declare.shape.kinds(index)
+    declare = replace(declare, shape=shape.of_layer(index))
     before, after = ((norm(declare, shape.hidden_size) if has else ()) for has in shape.norms_of(index))
     specs: Specs = ()
     for name, kinds, kind in (("attention", MIXERS, mixer), ("mlp", MLPS, mlp)):

@@ -3,7 +3,7 @@
 Parameters, FLOPs, modules and Hugging Face files read these sizes; none of them derives one again.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 from nanotrain.config.model import (
@@ -47,6 +47,8 @@ class ModelShape:
     init_std: float  # standard deviation of the initial weights
     window_size: int | None = None  # earlier keys that a query attends to, in some layers; None for all
     window_layers: tuple[bool, ...] = ()  # whether each layer has the window
+    window_query_groups: int | None = None  # key/value heads of these layers; None for those of the others
+    sinks_in_windows_only: bool = False  # they alone have sinks
     no_rope_layers: tuple[bool, ...] = ()  # whether each layer is without rotary positions
     mixers: tuple[str | None, ...] = ()  # kind of attention of each layer, or of what is in its place; spec/kinds
     mlps: tuple[str | None, ...] = ()  # kind of MLP of each layer
@@ -96,6 +98,13 @@ class ModelShape:
         """The kinds of attention and MLP of a layer, by its index in the model."""
         index = self._kind_of(layer)
         return self.mixers[index], self.mlps[index]
+
+    def of_layer(self, layer: int) -> Self:
+        """The shape with the key/value heads and sinks of a layer, by its index in the model."""
+        has_window = self.has_window(layer)
+        has_sink = self.has_sink and (has_window or not self.sinks_in_windows_only)
+        groups = self.window_query_groups if has_window else None
+        return replace(self, query_groups=groups or self.query_groups, has_sink=has_sink)
 
     def norms_of(self, layer: int) -> tuple[bool, bool]:
         """Whether a layer, by its index in the model, has norms of inputs of attention and MLP, and of outputs."""

@@ -21,6 +21,15 @@ MODELS = {
     "half layers": replace(LLAMA, **LINEAR, num_layers=4, hybrid_layer_pattern="G-*-", attention_output_gate=True),
     "learned positions": GPT2,
     "grouped queries, windows": replace(LLAMA, window_size=3, window_attn_skip_freq="2"),
+    "more heads, sinks and narrow values in windows": replace(
+        LLAMA,
+        window_size=3,
+        window_attn_skip_freq="2",
+        window_query_groups=1,
+        value_channels=5,
+        softmax_type="learnable",
+        sinks_in_windows_only=True,
+    ),
     "experts": replace(QWEN3, moe=MoEConfig(num_experts=4, ffn_hidden_size=16)),
     "factors by position, norms after rotation": replace(
         QWEN3,

@@ -75,6 +75,9 @@ MODELS: dict[str, dict[str, Any]] = {
     | YARN
     | {
         "kv_channels": 16,
+        "value_channels": 12,
+        "window_query_groups": 4,
+        "attention_output_multiplier": 0.7,
         "rotary_percent": 0.5,
         "no_rope_freq": "[1,0]",
         "rotary_seq_len_interpolation_factor": 2.0,
@@ -114,7 +117,8 @@ MODELS: dict[str, dict[str, Any]] = {
     # for stages of any lengths
     "four layers": DROPOUT
     | WINDOWS
-    | {"num_layers": 4, "no_rope_freq": "[0]*3+[1]", "mtp_num_layers": 2, "untie_embeddings_and_output_weights": True},
+    | {"num_layers": 4, "no_rope_freq": "[0]*3+[1]", "mtp_num_layers": 2, "untie_embeddings_and_output_weights": True}
+    | {"softmax_type": "learnable", "sinks_in_windows_only": True},
 }
 FEATURES = [name for name in MODELS if name != "four layers"]
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}

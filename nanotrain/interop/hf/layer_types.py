@@ -9,6 +9,7 @@ kimi_linear         KDA in place of MLA in some layers, in entries of two kinds
 dense_first_layers  experts in all layers but the first ones
 dsa                 an indexer in every layer
 mlp_layer_types     a list that says which layers have experts
+mimo                more key/value heads in layers with a window; experts in all layers but the first
 ernie_layers        experts in every Nth layer of a range
 """
 
@@ -244,6 +245,23 @@ def _write_mlp_types(model_config: ModelConfig) -> Values:
     return {"mlp_layer_types": ["sparse" if has_experts else "dense" for has_experts in model_config.moe_layers]}
 
 
+def _read_mimo(raw: Raw) -> Values:
+    """Layers with a window have twice as many key/value heads; null is 1 in two factors."""
+    kinds = raw.get("mlp_layer_types") or ["dense"] + ["sparse"] * (raw["num_hidden_layers"] - 1)
+    window = raw.get("sliding_window_size")
+    return {
+        **_read_mlp_types({"mlp_layer_types": kinds}),
+        "attention_output_multiplier": raw["attention_value_scale"] or 1.0,
+        "moe.router_topk_scaling_factor": raw["routed_scaling_factor"] or 1.0,
+        "window_query_groups": 2 * raw["num_key_value_heads"],
+        **({} if window is None else {"window_size": window}),
+    }
+
+
+def _write_mimo(model_config: ModelConfig) -> Values:
+    return {"attention_value_scale": model_config.attention_output_multiplier, **_write_mlp_types(model_config)}
+
+
 def _read_ernie(raw: Raw) -> Values:
     step, first, last = (raw[f"moe_layer_{name}"] for name in ("interval", "start_index", "end_index"))
     last = raw["num_hidden_layers"] - 1 if last == -1 else last
@@ -284,6 +302,7 @@ LAYER_PARTS: dict[str, Part] = {
     "mlp_layer_types": Part(_read_mlp_types, _write_mlp_types),
     "ernie_layers": Part(_read_ernie, _write_ernie),
     "dsa": Part(_read_dsa),
+    "mimo": Part(_read_mimo, _write_mimo),
     "dense_first_layers": Part(
         *(partial(each, entry="num_dense_layers") for each in (read_dense_first, write_dense_first))
     ),

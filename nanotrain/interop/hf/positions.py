@@ -87,14 +87,17 @@ def write_rope(model_config: ModelConfig) -> Values:
     return {"rope_scaling": scaling if kind else None, "rope_theta": model_config.rotary_base} | share
 
 
-def read_layered_rope(raw: Raw) -> Values:
+def read_layered_rope(raw: Raw, *, has_partial: bool = False) -> Values:
     """`read_rope` of a model whose layers with a window have unscaled positions and may have another base."""
     stored = raw.get("rope_parameters") or {}
     is_layered = FULL in stored or SLIDING in stored
     full, local = (stored.get(FULL) or {}, stored.get(SLIDING) or {}) if is_layered else (stored, {})
     if local.get("rope_type", "default") != "default":
         reject("rope_type of sliding_attention", local["rope_type"], instead="default")
-    values = read_rope({**raw, "rope_parameters": full})
+    values = read_rope({**raw, "rope_parameters": full}, has_partial=has_partial)
+    share = values["rotary_percent"]
+    if local.get("partial_rotary_factor", share) != share:
+        reject("partial_rotary_factor of sliding_attention", local["partial_rotary_factor"], instead=str(share))
     local_base: Any = local.get("rope_theta", raw.get("rope_local_base_freq", values["rotary_base"]))
     values["rotary_base_local"] = float(local_base)
     return values
@@ -104,9 +107,15 @@ def write_layered_rope(model_config: ModelConfig) -> Values:
     """Entries about rotary positions of such a model, in both formats."""
     entries, base = write_rope(model_config), model_config.rotary_base
     local = base if model_config.rotary_base_local is None else model_config.rotary_base_local
-    full = {**(entries["rope_scaling"] or {"rope_type": "default"}), "rope_theta": base}
-    layered = {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": local}}
+    shared = {"rope_type": "default", "partial_rotary_factor": model_config.rotary_percent}
+    full = shared | (entries["rope_scaling"] or {}) | {"rope_theta": base}
+    layered = {FULL: full, SLIDING: shared | {"rope_theta": local}}
     return entries | {"rope_local_base_freq": local, "rope_parameters": layered}
+
+
+def _write_partial_layered_rope(model_config: ModelConfig) -> Values:
+    """In the newer format alone, which transformers does not convert to for MiMo-V2."""
+    return {"rope_parameters": write_layered_rope(model_config)["rope_parameters"]}
 
 
 def _read_window(raw: Raw) -> Values:
@@ -122,7 +131,8 @@ def _write_window(model_config: ModelConfig) -> Values:
 def _window_layers(raw: Raw) -> tuple[bool, ...]:
     num_layers, skip = raw["num_hidden_layers"], raw["sliding_window_pattern"]
     first = raw.get("first_full_attention", -1)
-    kinds = raw.get("layer_types") or [SLIDING if (layer - first) % skip else FULL for layer in range(num_layers)]
+    full = {*range(first % skip, num_layers, skip), *raw.get("full_layers", ())}
+    kinds = raw.get("layer_types") or [FULL if layer in full else SLIDING for layer in range(num_layers)]
     return layers_of(SLIDING, kinds, num_layers=num_layers)
 
 
@@ -235,6 +245,7 @@ POSITION_PARTS: dict[str, Part] = {
     "rope": Part(read_rope, write_rope),
     "partial_rope": Part(partial(read_rope, has_partial=True), write_rope),
     "layered_rope": Part(read_layered_rope, write_layered_rope),
+    "partial_layered_rope": Part(partial(read_layered_rope, has_partial=True), _write_partial_layered_rope),
     "rope_or_default": Part(_read_rope_or_default, _write_rope_or_default),
     "phi3_rope": Part(_read_phi3_rope, write_rope),
     "no_rope_layers": Part(_read_no_rope, _write_no_rope),

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from math import lcm
 
 from nanotrain.spec.declaration import ContextRank, Declaration, RankSizes, Specs, grouped, nest, norm, summed
@@ -15,17 +16,19 @@ def attention(declare: Declaration) -> Specs:
     """Multi-head attention with grouped key/value heads; several tp ranks may share a replicated head."""
     shape = declare.shape
     query_size, key_size = shape.num_heads * shape.head_dim, shape.query_groups * shape.head_dim
-    key = declare.column_linear(key_size, shape.hidden_size, bias=shape.has_qkv_bias)
+    output_size, sizes = shape.num_heads * shape.value_head_dim, (key_size, shape.query_groups * shape.value_head_dim)
+    key, value = (declare.column_linear(size, shape.hidden_size, bias=shape.has_qkv_bias) for size in sizes)
     if shape.replicates_kv_heads(declare.tensor_parallel_size):
-        key = tuple(replace(spec, shards=(), grad_sum_axes=("tp",)) for spec in key)
+        whole = partial(replace, shards=(), grad_sum_axes=("tp",))
+        key, value = tuple(map(whole, key)), tuple(map(whole, value))
     specs: Specs = ()
     if shape.has_sink:
         sink = declare.vector("softmax_offset", shape.num_heads)
         specs = (replace(sink, init=Normal(shape.init_std), shards=(Shard(0, "tp"),)),)
     specs += nest("query", declare.column_linear(query_size, shape.hidden_size, bias=shape.has_qkv_bias))
-    specs += nest("key", key) + nest("value", key)
+    specs += nest("key", key) + nest("value", value)
     if shape.has_output_gate:
-        specs += nest("gate", declare.column_linear(query_size, shape.hidden_size, bias=shape.has_qkv_bias))
+        specs += nest("gate", declare.column_linear(output_size, shape.hidden_size, bias=shape.has_qkv_bias))
     if shape.has_qk_norm:
         # of the kind of the other norms, as in Megatron-LM; applied to the heads of each tp rank
         per_head = summed(norm(declare, shape.head_dim), ("tp",))
@@ -34,7 +37,7 @@ def attention(declare: Declaration) -> Specs:
         for name, size in (("query_norm", query_size), ("key_norm", key_size)):
             wide = summed([declare.vector("weight", size, value=shape.norm_init)], ("tp",))
             specs += grouped("norms", nest(name, wide))
-    return specs + nest("output", declare.row_linear(shape.hidden_size, query_size, bias=shape.has_linear_bias))
+    return specs + nest("output", declare.row_linear(shape.hidden_size, output_size, bias=shape.has_linear_bias))
 
 
 def mla(declare: Declaration) -> Specs:
@@ -61,7 +64,8 @@ def mla(declare: Declaration) -> Specs:
 
 def attention_bytes(rank: RankSizes, layer: int, *, modules: Collection[str]) -> int:
     """The inputs of the norms of queries and keys, and the core attention."""
-    shape, heads, groups = rank.shape, rank.shape.num_heads // rank.tp, max(1, rank.shape.query_groups // rank.tp)
+    shape = rank.shape.of_layer(layer)
+    heads, groups = shape.num_heads // rank.tp, max(1, shape.query_groups // rank.tp)
     normed = (heads + groups) * (shape.head_dim * rank.itemsize + FP32) if shape.has_qk_norm else 0
     normed += (heads + groups) * shape.head_dim * 2 * FP32 if shape.has_wide_qk_norm else 0
     # the sigmoid of the gate, and its product with the output

@@ -120,16 +120,13 @@ def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
     if comm_type == "a2a" and not is_full:
         # a core attention that runs again alone, not in a layer, ends at its last saved tensor: the output is not sent
         unsent = reduced_bytes(positions * shape.num_heads // tp * shape.value_head_dim * itemsize, size)
-    num_layers, again = (
-        Counter(shape.kinds(each)[0] for each in layers)
-        for layers in (_layers(plan), recomputed_layers(plan, "core_attn"))
-    )
-    for name in filter(None, num_layers):
-        for kind in (MIXERS[part] for part in MIXERS[name].parts or (name,)):
-            sent = kind.cp_bytes(shape, rank) if kind.cp_bytes else {}
-            num_again = again[name] if kind.has_keys or is_full else 0
-            for operation, (forward, backward) in sent.items():
-                num_bytes = num_layers[name] * (forward + backward) + num_again * max(0, forward - unsent)
+    again = Counter(recomputed_layers(plan, "core_attn"))
+    for layer in _layers(plan):
+        mixer, own = shape.kinds(layer)[0], shape.of_layer(layer)
+        for kind in (MIXERS[part] for part in MIXERS[mixer].parts or (mixer,)) if mixer else ():
+            num_again = again[layer] if kind.has_keys or is_full else 0
+            for operation, (forward, backward) in (kind.cp_bytes(own, rank) if kind.cp_bytes else {}).items():
+                num_bytes = forward + backward + num_again * max(0, forward - unsent)
                 yield ("cp", operation), plan.num_microbatches * num_bytes
 
 

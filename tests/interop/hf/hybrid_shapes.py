@@ -1,4 +1,4 @@
-"""Entries of config.json of small models with Mamba-2 or short convolutions."""
+"""Entries of config.json of small models whose layers differ: Mamba-2, short convolutions, windows."""
 
 from tests.model.building import VOCAB
 
@@ -62,3 +62,14 @@ LFM2_MOE = {
 }
 
 HYBRID = ["linear_attention", "full_attention", "linear_attention"]
+MIMO = {
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "v_head_dim": 16,
+    "sliding_window": 7,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+}

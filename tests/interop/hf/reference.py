@@ -11,7 +11,7 @@ from nanotrain.interop.hf.import_weights import import_weights
 from nanotrain.model.router_stats import expert_biases
 from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.spec.boxes import TensorBox
-from tests.interop.hf.hybrid_shapes import FALCON_H1, GRANITE, HYBRID, LFM2_MOE, NEMOTRON_H
+from tests.interop.hf.hybrid_shapes import FALCON_H1, GRANITE, HYBRID, LFM2_MOE, MIMO, NEMOTRON_H
 from tests.model.building import VOCAB, give_storage
 
 LLAMA_SHAPE = {
@@ -317,6 +317,21 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         LLAMA_SHAPE | SMALL_TOKENS | {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
     ),
     "nanochat": ("NanoChat", LLAMA_SHAPE | SMALL_TOKENS),
+    "mimo_v2_flash": ("MiMoV2Flash", LLAMA_SHAPE | SMALL_TOKENS | MIMO),
+    "mimo_v2_flash-alone": (
+        "MiMoV2Flash",
+        LLAMA_SHAPE
+        | SMALL_TOKENS
+        | MIMO
+        | {"layer_types": LAYERED, "num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
+        | {
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
     "nanochat-tied": (
         "NanoChat",
         LLAMA_SHAPE
@@ -336,6 +351,7 @@ FP64_FAMILIES = (
     "olmo_hybrid",
     "kimi_linear",
     "nanochat",
+    "mimo_v2_flash",
 )
 IN_FP64 = {name: name.partition("-")[0] for name in CONFIGS if name.startswith(FP64_FAMILIES)}
 IN_FP64 |= {name: name for name in ("deepseek_v32", "glm_moe_dsa")}  # not with YaRN, whose angles are in fp32

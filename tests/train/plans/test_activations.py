@@ -46,6 +46,7 @@ MODELS = {
     "apertus": f"{LLAMA} --qk-layernorm --activation xielu",
     "sinks": SINKS,
     "packed documents": PACKED,
+    "narrow values": f"{LLAMA} --value-channels 8",
     "math": f"{LLAMA} --attention-backend unfused",
     "output gate": f"{LLAMA} --attention-output-gate",
     "short convolution": "--linear-attention-type short_conv",
