@@ -41,7 +41,13 @@ CASES = {
         "--context-parallel-size 2",
     ),
     "attention to gathered keys": (2, "tiny", "", "--context-parallel-size 2 --cp-comm-type allgather"),
-    "experts": (2, "tiny_moe", "", "--expert-model-parallel-size 2 --data-parallel-sharding-strategy optim_grads"),
+    "experts": (
+        2,
+        "tiny_moe",
+        "",
+        "--expert-model-parallel-size 2 --moe-expert-rank-capacity-factor 2 "
+        "--data-parallel-sharding-strategy optim_grads",
+    ),
     "window and sinks, offload, profile": (
         1,
         "tiny",
