@@ -152,14 +152,8 @@ def _config(row: Row, engine: Engine) -> tuple[Config, int]:
     )
     if batch % least:
         batch = row.assume(max(1, batch // least) * least, "global batch rounded to whole microbatches")
-    dtype = row.text("products")
-    values |= {
-        "parallel.data_parallel_sharding_strategy": row.choice("strategy", "zero"),
-        "precision.params_dtype": dtype if dtype in ("fp16", "fp32") else "bf16",
-        "train.global_batch_size": batch,
-        "train.step_batch_size_schedule": [],
-        "data.seq_length": row.required("seq"),
-    }
+    values |= row.settings("run") | {"parallel.data_parallel_sharding_strategy": row.choice("strategy", "zero")}
+    values |= {"train.global_batch_size": batch, "data.seq_length": row.required("seq")}
     config = with_values(_with_flags(row), values) if row.has_flags else with_values(Config(), values | _stated(row))
     model, stages = config.model, pp * config.parallel.num_virtual_stages_per_pipeline_rank
     if model.vocab_size is None:
@@ -202,18 +196,12 @@ def _of_flags(words: tuple[str, ...], flags: str) -> tuple[Config, str]:
 def _stated(row: Row) -> dict[str, Any]:
     """Settings of a row without flags."""
     known = _known(row)
-    row.facts["published"] = "yes" if known else ""
+    modules = [name for name in get_args(RecomputeModule) if re.search(rf"\b{name}\b", row.text("recompute"))]
+    half = str(max(1, row.required("layers") // 2))
+    row.facts |= {"published": "yes" if known else "", "modules": " ".join(modules), "half_layers": half}
     values = row.settings("settings") | {f"model.{name}": value for name, value in _model(row, known).items()}
     is_full = values.get("memory.recompute_granularity") == "full"
-    modules = [name for name in get_args(RecomputeModule) if re.search(rf"\b{name}\b", row.text("recompute"))]
-    values["memory.recompute_modules"] = [] if is_full else modules
-    is_selective = values.get("memory.recompute_granularity") == "selective"
-    if row.text("engine") == "fsdp2" and is_selective and not modules:
-        # torchtitan keeps every second product and recomputes the rest: as long as every second layer takes
-        half = row.assume(max(1, row.required("layers") // 2), "selective recomputation: every second product")
-        values |= {"memory.recompute_granularity": "full", "memory.recompute_method": "block"}
-        values["memory.recompute_num_layers"] = half
-    return values
+    return values | {"memory.recompute_modules": [] if is_full else modules}
 
 
 def _known(row: Row) -> dict[str, Any]:
