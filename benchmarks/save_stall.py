@@ -2,6 +2,7 @@
 
     python benchmarks/save_stall.py
     python benchmarks/save_stall.py --mib 256 --rounds 7 --write benchmarks/results/save_stall.md
+    python benchmarks/save_stall.py --address s3://bucket/stall    # also into object storage; credentials as always
 
 One process trains a stack of linear layers; the saved state is its weights and two moments in fp32. In every round each
 contender saves once and the step after its return is timed too, so that a writer in the background that slows down
@@ -25,10 +26,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch._C._distributed_c10d import HashStore
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
+from nanotrain.checkpoint.remote_checkpointer import RemoteCheckpointer
 from nanotrain.comm.group import Group
 from nanotrain.spec.boxes import TensorBox
+from nanotrain.storage.remote import parse
 
 Wait = Callable[[], Any]
 WIDTH = 1024
@@ -61,9 +65,13 @@ class Training:
         return saved
 
 
-def contenders(training: Training, folder: Path) -> dict[str, Callable[[], Wait]]:
+def contenders(training: Training, folder: Path, address: str | None = None) -> dict[str, Callable[[], Wait]]:
     """The calls to time; each returns what waits for its end."""
     writer = Checkpointer(folder / "nanotrain", group=Group.single_rank("world"), keep_last=1)
+    if address:
+        run = parse(address)
+        staged = Checkpointer(folder / run.path / "checkpoints", group=writer.group, keep_last=1)
+        remote = RemoteCheckpointer(staged, run, store=HashStore())
     steps = iter(range(1, 10**6))
     content: dict[str, Any] = {"objects": {}, "config": {}, "topology": {}}
 
@@ -73,6 +81,10 @@ def contenders(training: Training, folder: Path) -> dict[str, Callable[[], Wait]
     def nanotrain_async() -> Wait:
         writer.start_save(next(steps), boxes(), **content)
         return writer.wait
+
+    def to_address() -> Wait:
+        remote.start_save(next(steps), boxes(), **content)
+        return remote.wait
 
     def nanotrain() -> Wait:
         writer.save(next(steps), boxes(), **content)
@@ -94,6 +106,7 @@ def contenders(training: Training, folder: Path) -> dict[str, Callable[[], Wait]
 
     return {
         "nanotrain --async-save": nanotrain_async,
+        **({f"nanotrain --async-save, {run.scheme}://": to_address} if address else {}),
         "torch DCP async_save": torch_dcp_async,
         "nanotrain": nanotrain,
         "torch DCP save": torch_dcp,
@@ -101,10 +114,12 @@ def contenders(training: Training, folder: Path) -> dict[str, Callable[[], Wait]
     }
 
 
-def measure(training: Training, folder: Path, *, rounds: int) -> dict[str, list[tuple[float, float, float]]]:
+def measure(
+    training: Training, folder: Path, *, rounds: int, address: str | None = None
+) -> dict[str, list[tuple[float, float, float]]]:
     """Seconds of the stall, of the step after it, and of a plain step, per contender and round; one round warms up."""
     times: dict[str, list[tuple[float, float, float]]] = {}
-    calls = contenders(training, folder)
+    calls = contenders(training, folder, address)
     for number in range(rounds + 1):
         for name, call in calls.items():
             plain = min(training.step() for _ in range(2))
@@ -126,20 +141,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None, help="where to write (default: a temporary folder)")
     parser.add_argument("--write", type=Path, default=None, help="also write the table to this file")
+    parser.add_argument("--address", help="an address of object storage, to which is saved too")
     options = parser.parse_args()
-    lines = stall_table(options.mib, rounds=options.rounds, folder=options.folder)
+    lines = stall_table(options.mib, rounds=options.rounds, folder=options.folder, address=options.address)
     print("\n".join(lines))
     if options.write:
         options.write.write_text("# Time for which a save stops training\n\n" + "\n".join(lines) + "\n")
 
 
-def stall_table(mib: int, *, rounds: int, folder: Path | None = None) -> list[str]:
-    """Measure, and return the lines of the table; `mib` is the state in MiB, `folder` None for a temporary one."""
+def stall_table(mib: int, *, rounds: int, folder: Path | None = None, address: str | None = None) -> list[str]:
+    """Measure, and return the lines of the table.
+
+    Args:
+        mib: the state in MiB.
+        rounds: how often each contender saves.
+        folder: where to write; None for a temporary folder.
+        address: object storage that is written too.
+    """
     torch.set_num_threads(1)
     training = Training(mib)
     nbytes = sum(tensor.nbytes for tensor in training.tensors().values())
     with tempfile.TemporaryDirectory(dir=folder) as target:
-        times = measure(training, Path(target), rounds=rounds)
+        times = measure(training, Path(target), rounds=rounds, address=address)
     lines = [
         f"{datetime.date.today()}, {os.cpu_count()}-core CPU shared with other work, torch {torch.__version__},"
         f" Python {platform.python_version()}; {nbytes / 2**20:.0f} MiB of state, median of {rounds} rounds.",

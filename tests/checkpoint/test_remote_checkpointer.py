@@ -3,8 +3,10 @@
 import os
 import random
 import re
+import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -170,6 +172,34 @@ def test_a_save_blocks_for_the_copy_alone(run: Remote, tmp_path: Path) -> None:
         may_reply.set()
         one.checkpointer.wait()
     assert one.restored() == 1
+
+
+def test_the_calls_of_the_training_thread_are_those_of_a_save_on_a_disk(run: Remote, tmp_path: Path) -> None:
+    """Recorded by the interpreter: every Python function and every built-in one, from the call to the next step."""
+    one, recorded = OneRank(run, tmp_path), []
+    disk = Checkpointer(tmp_path / "disk", group=Group.single_rank("world"), keep_last=2)
+    for checkpointer in (disk, one.checkpointer):
+        checkpointer.start_save(1, state(1), **CONTENT)  # the first one allocates the copies
+        checkpointer.wait()
+        calls: list[str] = []
+        record(calls, lambda checkpointer=checkpointer: checkpointer.start_save(2, state(2), **CONTENT))
+        checkpointer.wait()
+        recorded.append(calls)
+    assert recorded[0] == recorded[1] and len(recorded[0]) > 100
+
+
+def record(calls: list[str], function: Callable[[], None]) -> None:
+    """Call a function with the names of all calls of this thread recorded."""
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event in ("call", "c_call"):
+            calls.append(frame.f_code.co_qualname if event == "call" else argument.__qualname__)
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
 
 
 def test_what_arrives_damaged_is_uploaded_again_and_then_refused(

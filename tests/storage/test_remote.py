@@ -2,9 +2,12 @@
 
 import os
 import random
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from nanotrain.errors import ConfigError, StorageFault
 from nanotrain.storage import remote
@@ -131,10 +134,47 @@ def test_other_addresses_are_refused_without_their_secrets(text: str, reason: st
     assert "hidden" not in str(caught.value)
 
 
-def test_a_missing_package_is_one_line_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
-    with pytest.raises(ConfigError, match=r"gs://b/run needs gcsfs.*pip install nanotrain\[gs\]"):
-        parse("gs://b/run").sizes()
+@pytest.mark.parametrize(
+    ("scheme", "package", "command"),
+    [
+        ("s3", "s3fs", r"nanotrain\[s3\]"),
+        ("gs", "gcsfs", r"nanotrain\[gs\]"),
+        ("az", "adlfs", r"nanotrain\[az\]"),
+        ("hf", "huggingface_hub", "huggingface_hub fsspec"),
+    ],
+)
+def test_a_missing_package_is_one_line_with_the_command(
+    scheme: str, package: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"{scheme}://b/run needs {package}.*pip install {command}"):
+        parse(f"{scheme}://b/run").sizes()
+
+
+@pytest.mark.parametrize("scheme", ["gs", "az", "hf"])
+def test_the_code_of_other_schemes_runs_on_objects_in_memory(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system of fsspec in the place of the provider's: it is called as theirs are."""
+    package = remote.SCHEMES[scheme].package
+    monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    memory = type("InMemory", (MemoryFileSystem,), {"store": {}, "pseudo_dirs": [""]})
+    monkeypatch.setattr("fsspec.filesystem", lambda name, **options: memory())
+    folder, file = parse(f"{scheme}://bucket/run"), tmp_path / "file"
+    memory().mkdir("bucket")
+    assert folder.sizes() == {}
+    file.write_bytes(b"0123456789")
+    (folder / "a/one").put(file)
+    (folder / "two").write(b"2")
+    sizes = {name: stat.size for name, stat in folder.sizes().items()}
+    assert sizes == {"a/one": 10, "two": 1} and (folder / "a/one").info()["size"] == 10
+    assert (folder / "a/one").read(2, 5) == b"234" and (folder / "two").read() == b"2"
+    (folder / "a/one").download(tmp_path / "back", 10)
+    assert (tmp_path / "back").read_bytes() == b"0123456789"
+    with pytest.raises(MissingObject, match=f"{scheme}://bucket/run/three cannot be read"):
+        (folder / "three").read()
+    folder.delete(["a/one", "two"])
+    assert folder.sizes() == {}
 
 
 def test_random_faults_lose_nothing_and_are_named(bucket: str) -> None:
