@@ -117,21 +117,15 @@ class Scenario:
     @cached_property
     def stages(self) -> tuple[tuple[StageSpec, ...], ...]:
         """The stages of every pipeline rank."""
-        specs, num_ranks = stage_specs(self.config.parallel, self.shape), self.sizes["pp"]
+        parallel, num_ranks = self.config.parallel, self.sizes["pp"]
+        specs = stage_specs(parallel, self.shape)
+        ends = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+        has_layout = parallel.pipeline_model_parallel_layout or any(ends) or any(parallel.counted_ends)
         if self.engine.splits_by_weights and num_ranks > 1:
             specs = stages_of_lengths(_lengths_by_weights(self.shape, num_ranks))
-        if self.engine.needs_layout and self._lacks_layout:
+        elif self.engine.needs_layout and not has_layout and self.shape.num_layers % len(specs):
             specs = stages_of_lengths(_balanced_lengths(self.shape, len(specs)))
-        return tuple(tuple(specs[i] for i in self.config.parallel.stages_of(rank)) for rank in range(num_ranks))
-
-    @property
-    def _lacks_layout(self) -> bool:
-        """Whether the stages cannot have equal lengths, and no layout says theirs."""
-        parallel = self.config.parallel
-        num_stages = parallel.pipeline_model_parallel_size * parallel.num_virtual_stages_per_pipeline_rank
-        ends = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-        is_set = parallel.pipeline_model_parallel_layout or any(ends) or any(parallel.counted_ends)
-        return not is_set and self.shape.num_layers % num_stages > 0
+        return tuple(tuple(specs[i] for i in parallel.stages_of(rank)) for rank in range(num_ranks))
 
     @cached_property
     def pipeline(self) -> PipelineShape:
