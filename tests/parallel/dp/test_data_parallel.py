@@ -352,6 +352,7 @@ def test_a_unit_without_parameters_waits_for_those_that_are_tied():
     # Given a stage whose head has no weight of its own, and whose first unit's weight is tied,
     stage = Toy()
     stage.head = nn.Identity()
+    stage.head.reads_shared = True
     options = DataParallelOptions(STRATEGIES["optim"], overlap_param_gather=True)
     parallel = DataParallel(
         stage,
