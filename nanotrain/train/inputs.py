@@ -45,6 +45,7 @@ from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
 from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
 from nanotrain.interop.hf.canonical import free_keys
 from nanotrain.log import get_logger
+from nanotrain.paths import expanded
 from nanotrain.prepare.quickstart import prepare_quickstart, task_path, user_cache
 from nanotrain.runs.files import OTHER_FOLDER, open_append
 from nanotrain.runs.folder import RunFolder
@@ -125,7 +126,7 @@ def read_tasks(train: TrainConfig, tokenizer: Tokenizer | None) -> tuple[Task, .
         why = "the questions are text, and the model's tokenizer is unknown"
         raise ConfigError("tasks need a tokenizer", why=why, fix="name it with --tokenizer-model, or --tokenizer")
     read = partial(read_task, tokenizer=tokenizer, num_fewshot=train.eval_num_fewshot, limit=train.eval_task_limit)
-    return tuple(read(name, Path(file)) for name, file in files.items())
+    return tuple(read(name, Path(expanded(file))) for name, file in files.items())
 
 
 def with_pretrained_model(config: Config, explicit: frozenset[str]) -> Config:

@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 
 from nanotrain.checkpoint import store
-from nanotrain.config.config import Config
+from nanotrain.config.config import Config, TrainConfig
 from nanotrain.config.load import load
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.data.corpus_info import CorpusInfo, write_info
+from nanotrain.data.tokenizer import ByteTokenizer
 from nanotrain.errors import CheckpointError, ConfigError, DataError, EnvironmentFault, ErrorCollector
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.train import inputs as inputs_module
 from nanotrain.train.hooks.checkpoint import CheckpointHook
-from nanotrain.train.inputs import _file_lock, open_inputs
+from nanotrain.train.inputs import _file_lock, open_inputs, read_tasks
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import RunInputs
 from tests.config.asking import config_of
@@ -277,3 +278,8 @@ def test_without_a_checkpoint_settings_without_effect_are_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"moe.router_bias_update_rate = 0.01 has no effect"):
         opened("--run-dir", str(tmp_path / "run"), "--moe-router-bias-update-rate", "0.01")
     opened("--run-dir", str(tmp_path / "run"), "--mtp-loss-scaling-factor", "0.3", "--vocab-size", "64")
+
+
+def test_a_task_is_a_file_of_this_machine():
+    with pytest.raises(ConfigError, match=r"s3://bucket/qa\.jsonl is no path: files are read"):
+        read_tasks(TrainConfig(eval_tasks=["qa=s3://bucket/qa.jsonl"]), ByteTokenizer())
