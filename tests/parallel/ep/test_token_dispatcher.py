@@ -69,12 +69,13 @@ def equals_local(ctx, ranks_per_node=None):
     )
 
 
-def padded_and_exact(ctx, factor, may_drop):
+def padded_and_exact(ctx, factor, may_drop, ids=None):
     """Outcomes of both dispatchers, the bytes that the padded one sent and the plan of them, and its peak."""
     ep, etp = ctx.group("ep"), ctx.group("etp")
     x, routing, grad = tokens_of(ctx.rank, is_even=True)
     if not may_drop:
         routing = replace(routing, topk_ids=routing.topk_ids.where(routing.topk_ids < E, 5))
+    routing = routing if ids is None else replace(routing, topk_ids=torch.tensor(ids))
     size, options = E // ep.size, DispatchOptions(may_drop)
     mine = times_expert(ep.index * size, (ep.index + 1) * size, share=1 / etp.size)
     exact = outcome(AllToAllTokenDispatcher(E, ep=ep, etp=etp, options=options), x, routing, grad, run_experts=mine)
@@ -109,6 +110,12 @@ def test_padded_all_to_alls_return_the_same_bits(num_ranks, sizes, may_drop):
     for factor in (2.0, 1e9):
         for exact, padded, _ in run_ranks(num_ranks, padded_and_exact, factor, may_drop, **sizes, shares=True):
             assert all(map(torch.equal, exact, padded))
+
+
+def test_dropped_pairs_are_in_the_row_of_no_other_where_the_last_rank_has_as_many_as_it_can():
+    ids = [[4, 5, 7]] * (T // 2) + [[0, 1, E]] * (T // 2)
+    for exact, padded, most in run_ranks(2, padded_and_exact, 1.0, True, ids, ep=2, shares=True):
+        assert most == T * K / 2 and all(map(torch.equal, exact, padded))
 
 
 def test_more_tokens_than_the_padded_size_are_no_numbers():
