@@ -155,7 +155,8 @@ class RemoteCheckpointer(Checkpointer):
             StorageFault: a file cannot be written.
         """
         complete = complete_checkpoints(self.folder)
-        self._pruned(complete[-1], prunes=True) if complete else None
+        if complete:
+            self._pruned(complete[-1], prunes=True)
         for path in complete:
             if path.exists() and stored_at(path) is None:
                 stored, older = self._destination(path)

@@ -98,7 +98,7 @@ class SkippedSteps(Hook):
                 f"{count_of(self._num_skipped, 'step')} in a row without an update, the last is step {report.step}",
                 why=f"their gradients are not finite{self._where}"
                 + (f", at the minimal loss scale {loss_scale:g}" * at_minimum),
-                fix=report.output.metrics.get("over_rank_capacity")
+                fix=report.output.metrics.get("skip_reason")
                 or "find the first tensor with --debug-nan, lower --lr, or raise --max-consecutive-skips",
             )
 

@@ -175,7 +175,7 @@ def _notes(reports: Sequence[StepReport]) -> tuple[str, str]:
         f"{last.valid_bits_per_byte:.3f} bits per byte" if last.valid_bits_per_byte is not None else "",
         _describe_tasks(last.evaluation or {}),
         f"SKIPPED {skipped} (gradients not finite{where})" if skipped else "",
-        next((text for report in reports if (text := report.output.metrics.get("over_rank_capacity"))), ""),
+        next((text for report in reports if (text := report.output.metrics.get("skip_reason"))), ""),
         _describe_spike(last),
         _describe_slowest(reports),
         _describe_busy(reports),

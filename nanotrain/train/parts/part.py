@@ -110,7 +110,10 @@ class StepPart:
         return sums
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
-        """Entries of the step in metrics.jsonl, from the result of `after_update`; not called without numbers."""
+        """Entries of the step in metrics.jsonl, from the result of `after_update`; not called without numbers.
+
+        `skip_reason` says why the part had the step skipped and what to do; the log and an error of many skips have it.
+        """
         return {}
 
     def tensors(self) -> dict[TensorBox, Tensor]:

@@ -43,7 +43,7 @@ class RankCapacity(StepPart):
         return numbers
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
-        """`moe_rank_capacity_factor`, which the step needs, and `over_rank_capacity` if that is more than there is.
+        """`moe_rank_capacity_factor`, which the step needs, and a `skip_reason` if that is more than there is.
 
         Layers after the first one with too many tokens route what is not finite.
         """
@@ -56,4 +56,4 @@ class RankCapacity(StepPart):
             f"{name} of rank {rank} had {most:,} tokens for a rank of ep that takes {capacity:,}: "
             f"set --moe-expert-rank-capacity-factor {needed} or more"
         )
-        return {"moe_rank_capacity_factor": needed} | ({"over_rank_capacity": over} if most > capacity else {})
+        return {"moe_rank_capacity_factor": needed} | ({"skip_reason": over} if most > capacity else {})

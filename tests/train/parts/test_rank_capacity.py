@@ -33,14 +33,14 @@ def test_a_step_with_more_tokens_for_a_rank_is_skipped_and_named_with_the_factor
     metrics = results[0]
     assert all(result == metrics for result in results[1:])
     # 12 tokens of a sequence on a tp rank choose 2 experts each, so 12 pairs are an even share of 2 ranks
-    needed, text = metrics["moe_rank_capacity_factor"], metrics["over_rank_capacity"]
+    needed, text = metrics["moe_rank_capacity_factor"], metrics["skip_reason"]
     most = int(needed * 12)
     assert 12 < most <= 24 and f" had {most} tokens for a rank of ep that takes 12: " in text
     assert text.startswith("layers.0.mlp of rank ")
     assert text.endswith(f"set --moe-expert-rank-capacity-factor {needed} or more")
     # Layers after the first one with too many tokens had no numbers to route.
     (metrics, *_) = run_ranks(ranks, train_over_capacity, case.but(parallel={FACTOR: needed}), **sizes, shares=True)
-    assert metrics["over_rank_capacity"].startswith("layers.1.mlp of rank ")
+    assert metrics["skip_reason"].startswith("layers.1.mlp of rank ")
     needed = metrics["moe_rank_capacity_factor"]
     case = replace(case.but(parallel={FACTOR: None}), steps=1)
     for exact, padded in run_ranks(ranks, train_both, case, needed, **sizes, shares=True):
