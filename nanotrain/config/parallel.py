@@ -33,7 +33,7 @@ class ParallelConfig:
     expert_model_parallel_size: int = option(1, "expert-parallel ranks, a subset of dp x cp x tp", check=at_least(1))
     expert_tensor_parallel_size: int | None = option(None, "tensor-parallel ranks of the experts; unset: tensor_model_parallel_size", check=at_least(1))
     moe_hierarchical_dispatch: int | None = option(None, "send a token once to every so many consecutive ranks of ep, such as those of a node, and copy it to the ranks of its experts there; 1: once to every rank; unset: once to every expert", check=at_least(1))
-    moe_expert_rank_capacity_factor: float | None = option(None, "send every rank of ep as many rows, this factor times an even share, so that the host waits for no token counts; a step with more tokens for a rank is skipped; unset: any number", check=at_least(1))
+    moe_expert_rank_capacity_factor: float | None = option(None, "send the same number of rows to every expert-parallel rank, this factor times an even share of the tokens, so that the host need not wait for token counts; a step that has more tokens for a rank is skipped; unset: exact numbers", check=at_least(1))
     overlap_moe_expert_parallel_comm: bool = option(False, "run the forward of a microbatch in turns with the backward of another, so that the products of one hide dispatch and combine of the other")
     num_distributed_optimizer_instances: int = option(1, "hybrid sharding: number of groups that each hold one full set of optimizer shards", check=at_least(1))
     sequence_parallel: bool = option(False, "shard activations along the sequence between tensor-parallel layers")
