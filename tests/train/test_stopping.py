@@ -36,7 +36,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 class SignalInStep(Hook):
-    """The last rank of the first stage receives a signal in its n-th forward pass; the stage stays until asked."""
+    """The last rank of the first stage receives a signal in its n-th forward pass.
+
+    The stage stays there until all ranks have agreed: what a rank of the next stage begins before it holds would depend
+    on the clock.
+    """
 
     def __init__(self, forward: int) -> None:
         self.forward, self.count = forward, 0
@@ -53,7 +57,7 @@ class SignalInStep(Hook):
         if self.count == self.forward and is_last:
             run.stop.signal = signal.SIGTERM
         deadline = time.monotonic() + HANG_S
-        while self.count == self.forward and not run.pipeline.stop_point._holds and time.monotonic() < deadline:
+        while self.count == self.forward and run.pipeline.stop_point._decision is None and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
