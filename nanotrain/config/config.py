@@ -95,6 +95,7 @@ class OptimConfig:
     lr_wsd_decay_samples: int | None = option(None, "WSD: length of the final decay in samples, instead of lr_wsd_decay_iters", check=at_least(1))
     lr_wsd_decay_style: WSDDecayStyle = option("exponential", "WSD: shape of the final decay: linear, cosine, exponential or minus_sqrt")
     weight_decay: float = option(0.1, "decoupled weight decay; not applied to biases and 1-D parameters", check=at_least(0))
+    apply_wd_to_qk_layernorm: bool = option(False, "weight decay applies to the norms of qk_layernorm too (Qwen3-Next)")
     weight_decay_incr_style: WeightDecayStyle = option("constant", "how weight decay grows over the run: constant (weight_decay), linear or cosine (from start_weight_decay to end_weight_decay)")
     start_weight_decay: float | None = option(None, "weight decay of the first step, with weight_decay_incr_style", check=at_least(0))
     end_weight_decay: float | None = option(None, "weight decay at the end of the run, with weight_decay_incr_style", check=at_least(0))

@@ -28,7 +28,7 @@ Activation = Literal["gelu", "gelu_tanh", "swiglu", "squared_relu", "quick_geglu
 GATED = ("swiglu", "quick_geglu", "geglu_tanh")
 
 
-AttentionVariant = Literal["dsa"]
+SparseAttentionType = Literal["dsa"]
 LinearAttentionType = Literal["gated_delta_net", "kda", "mamba2", "attention_mamba2", "short_conv"]
 DELTA_RULES = {"gated_delta_net", "kda"}  # of these types
 RouterScore = Literal["softmax", "sigmoid"]
@@ -49,7 +49,7 @@ class MLAConfig:
 
 @dataclass(frozen=True)
 class DSAConfig:
-    """DeepSeek Sparse Attention (DeepSeek-V3.2, section 2.1): its indexer; used with experimental_attention_variant."""
+    """DeepSeek Sparse Attention (DeepSeek-V3.2, section 2.1): its indexer; used with sparse_attention_type."""
 
     n_heads: int = option(64, "sparse attention: index heads", check=at_least(1))
     head_dim: int = option(128, "sparse attention: channels of an index head; the first qk_pos_emb_head_dim are rotary", check=at_least(1))
@@ -212,7 +212,7 @@ class ModelConfig:
     logits_scaling: float = option(1.0, "divisor of the logits, before their softcap (Granite)", check=above(0))
     final_logit_softcapping: float | None = option(None, "soft-cap logits by c * tanh(logits / c); unset: none", check=above(0))
     multi_latent_attention: bool = option(False, "multi-latent attention: low-rank compression of keys and values (DeepSeek)")
-    experimental_attention_variant: AttentionVariant | None = option(None, "dsa: multi-latent attention to the keys that an indexer selects (DeepSeek-V3.2); unset: to all")
+    sparse_attention_type: SparseAttentionType | None = option(None, "dsa: multi-latent attention to the keys that an indexer selects (DeepSeek-V3.2); unset: to all")
     attention_output_gate: bool = option(False, "multiply the output of attention by the sigmoid of a learned projection of the token (Qwen3-Next)")
     hybrid_layer_pattern: str | None = option(None, "one letter per layer, which is then attention or an MLP alone: * attention, + multi-latent attention, M Mamba-2, G linear_attention_type, - MLP, E experts; | begins a pipeline stage; unset: layers have both")
     linear_attention_type: LinearAttentionType | None = option(None, "layers in place of attention: gated_delta_net (Qwen3-Next), kda (Kimi Linear), mamba2 (Granite 4), attention_mamba2 (both side by side, Falcon-H1) or short_conv (LFM2); unset: none")
@@ -221,7 +221,7 @@ class ModelConfig:
     yarn: YarnConfig | None = section(YarnConfig, switch="position_embedding_type", value="yarn")
     linear_attention: LinearAttentionConfig | None = section(LinearAttentionConfig, prefix="linear_", switch="linear_attention_type")
     mamba: MambaConfig = section(MambaConfig, prefix="mamba_")
-    dsa: DSAConfig | None = section(DSAConfig, prefix="dsa_indexer_", switch="experimental_attention_variant")
+    dsa: DSAConfig | None = section(DSAConfig, prefix="dsa_indexer_", switch="sparse_attention_type")
     mla: MLAConfig | None = section(MLAConfig, switch="multi_latent_attention")
     moe: MoEConfig | None = section(MoEConfig, prefix="moe_", switch="num_experts")
     mtp: MTPConfig = section(MTPConfig, prefix="mtp_")

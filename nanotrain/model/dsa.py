@@ -109,7 +109,7 @@ class SparseLatentAttention(MultiLatentAttention):
 
     def __init__(self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int) -> None:
         super().__init__(model_config, params, parallel=parallel, layer=layer)
-        assert (dsa := model_config.dsa) is not None, "experimental_attention_variant is dsa"
+        assert (dsa := model_config.dsa) is not None, "sparse_attention_type is dsa"
         self.core_attention = SelectedAttention(parallel.cp)
         self.indexer = Indexer(dsa, params.submodule("indexer"), parallel=parallel)
         self.divergence = IndexerDivergence(dsa, parallel)

@@ -34,6 +34,7 @@ class Declaration:
     dtype: str  # "fp32", "bf16" or "fp16"
     tensor_parallel_size: int = 1  # ranks of tp; key and value heads are replicated where they are fewer
     sequence_parallel: bool = False  # replicated parameters are applied to a sequence shard per tp rank
+    decays_qk_norm: bool = False  # weight decay applies to the norms of queries and keys
 
     @property
     def sequence_axes(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from nanotrain.config.translate import is_same
 from nanotrain.errors import ConfigError
 
 YARN = "yarn"
+DELTA_NET = "--linear-attention-freq 4"
 MLA = "--multi-latent-attention --position-embedding-type rope"
 GPT3 = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --lr 1e-4"
 
@@ -61,6 +62,16 @@ def loaded(arguments: str) -> Loaded:
         ("--log-straggler --disable-straggler-on-startup", {"train.log_straggler": False}),
         ("--rerun-mode disabled --error-injection-rate 0", {}),
         ("--lr-decay-style wsd --lr-wsd-decay-iters 10", {"optim.lr_decay_style": "WSD"}),
+        (
+            f"--experimental-attention-variant gated_delta_net {DELTA_NET}",
+            {"model.linear_attention_type": "gated_delta_net"},
+        ),
+        (f"--experimental-attention-variant gdn {DELTA_NET}", {"model.linear_attention_type": "gated_delta_net"}),
+        (f"{MLA} --q-lora-rank 8 --experimental-attention-variant dsa", {"model.sparse_attention_type": "dsa"}),
+        (
+            "--qk-layernorm --no-weight-decay-cond-type apply_wd_to_qk_layernorm",
+            {"optim.apply_wd_to_qk_layernorm": True},
+        ),
         (f"{MLA} --rope-type yarn --rotary-scaling-factor 4", {"model.position_embedding_type": "yarn"}),
         (f"{MLA} --rope-type yarn", {"model.position_embedding_type": "rope"}),  # as YaRN with a factor of 1
         (f"{MLA} --rope-type rope --rotary-scaling-factor 4", {"model.position_embedding_type": "rope"}),
@@ -81,6 +92,11 @@ def test_a_flag_becomes_values_of_fields(arguments, values):
         (
             "--moe-token-drop-policy position",
             "an expert at its capacity keeps the tokens with the highest router weights",
+        ),
+        ("--experimental-attention-variant gdn2", "it takes dsa or gated_delta_net or gdn"),
+        (
+            "--experimental-attention-variant gated_delta_net --linear-attention-type kda",
+            "it means --linear-attention-type gated_delta_net; leave one of them out",
         ),
         ("--rope-type llama3", "it takes rope or yarn"),
         ("--rerun-mode validate_results", "steps are not repeated to find faulty hardware"),

@@ -47,7 +47,7 @@ MODELS = {
         num_query_groups=None,
         multi_latent_attention=True,
         mla=MLA_SIZES,
-        experimental_attention_variant="dsa",
+        sparse_attention_type="dsa",
         dsa=DSAConfig(n_heads=8, head_dim=12, topk=4),
     ),
     "gated delta net": replace(DELTA, linear_attention_type="gated_delta_net"),

@@ -25,7 +25,7 @@ DSA = {
     "num_query_groups": None,
     "multi_latent_attention": True,
     "q_lora_rank": 16,
-    "experimental_attention_variant": "dsa",
+    "sparse_attention_type": "dsa",
     "dsa_indexer_topk": 4,
 }
 PADDED, TURNS = {"moe_expert_rank_capacity_factor": 2.0}, {"overlap_moe_expert_parallel_comm": True}

@@ -22,6 +22,8 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from nanotrain.train.main import main
@@ -50,20 +52,28 @@ class Row:
         if self.name == "mixtral":
             experts = {"num_local_experts": 4, "num_experts_per_tok": TOPK}
             MixtralForCausalLM(MixtralConfig(num_hidden_layers=1, **SHAPE, **experts)).save_pretrained(folder)
+            return
+        shape = SHAPE | {"num_hidden_layers": 2, "tie_word_embeddings": self.tied}
+        if self.name == "qwen3":
+            Qwen3ForCausalLM(Qwen3Config(head_dim=16, **shape)).save_pretrained(folder)
         else:
-            shape = SHAPE | {"num_hidden_layers": 2, "tie_word_embeddings": self.tied}
             LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(folder)
 
     @property
     def flags(self) -> str:
         """Ours; transformers multiplies the balance loss by the experts per token."""
         balance = f"--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff {BALANCE * TOPK}"
-        return f"--micro-batch-size {self.micro_batch_size} {balance if self.name == 'mixtral' else ''}"
+        of_model = {"mixtral": balance, "qwen3": "--apply-wd-to-qk-layernorm"}
+        return f"--micro-batch-size {self.micro_batch_size} {of_model.get(self.name, '')}"
+
+    def decays(self, name: str, param: torch.nn.Parameter) -> bool:
+        """Whether weight decay applies to a parameter of transformers' model."""
+        return param.ndim >= 2 or "q_norm" in name or "k_norm" in name
 
 
 ROWS = [
     Row("llama", 2e-3, 1e-3, tied=True),
-    Row("llama", 1e-2, 5e-3),
+    Row("qwen3", 1e-2, 5e-3),  # with weight decay of the norms of queries and keys
     Row("mixtral", 2e-3, 1e-3, micro_batch_size=BATCH),
 ]
 
@@ -81,12 +91,12 @@ def reference_losses(folder: Path, tokens: np.ndarray, row: Row, *, dtype: torch
     named, ends = dict(model.named_parameters()), ("model.embed_tokens.weight", "lm_head.weight")
     groups = [
         {
-            "params": [p for name, p in named.items() if p.ndim >= 2 and name not in ends],
+            "params": [p for name, p in named.items() if row.decays(name, p) and name not in ends],
             "peak": row.lr,
             "decays": True,
         },
         {"params": [named[name] for name in ends if name in named], "peak": row.decoupled_lr, "decays": True},
-        {"params": [p for p in named.values() if p.ndim < 2], "peak": row.lr, "decays": False},
+        {"params": [p for name, p in named.items() if not row.decays(name, p)], "peak": row.lr, "decays": False},
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     losses = []

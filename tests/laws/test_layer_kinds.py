@@ -89,7 +89,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_head_dim": 8,
         "qk_pos_emb_head_dim": 4,
         "v_head_dim": 8,
-        "experimental_attention_variant": "dsa",
+        "sparse_attention_type": "dsa",
         "dsa_indexer_n_heads": 3,
         "dsa_indexer_head_dim": 8,
         "dsa_indexer_topk": 4,

@@ -22,7 +22,7 @@ MODEL = replace(
     num_query_groups=None,
     multi_latent_attention=True,
     mla=MLAConfig(q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6),
-    experimental_attention_variant="dsa",
+    sparse_attention_type="dsa",
     # so many index heads that no score is exactly 0, among which the order is a matter of taste
     dsa=DSAConfig(n_heads=16, head_dim=8, topk=TOPK, loss_coeff=0.5),
 )

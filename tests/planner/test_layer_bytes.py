@@ -123,7 +123,7 @@ def test_layers_of_other_kinds_are_estimated_for_every_engine(kind: str) -> None
 
 def test_sparse_attention_is_estimated_with_its_temporaries() -> None:
     sparse = {"multi_latent_attention": True, "q_lora_rank": 256, "num_query_groups": None}
-    sparse |= {"experimental_attention_variant": "dsa"}
+    sparse |= {"sparse_attention_type": "dsa"}
     for tp in (1, 4):
         scenario = llama(8, engine="nanotrain", tp=tp, **sparse)
         layers = LayerBytes(scenario)

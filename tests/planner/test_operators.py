@@ -113,11 +113,11 @@ def test_latent_attention_and_windows() -> None:
 
 def test_sparse_attention_is_bound_by_the_scores_of_all_pairs() -> None:
     sparse = {"multi_latent_attention": True, "q_lora_rank": 256, "num_query_groups": None}
-    sparse |= {"experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 16}
+    sparse |= {"sparse_attention_type": "dsa", "dsa_indexer_n_heads": 16}
     (full, _), (one, _), (two, sums), (untrained, _) = (
         passes(Layers(llama(8, **sparse | more)))
         for more in (
-            {"experimental_attention_variant": None, "dsa_indexer_n_heads": None},
+            {"sparse_attention_type": None, "dsa_indexer_n_heads": None},
             {},
             {"tp": 2},
             {"dsa_indexer_loss_coeff": 0},

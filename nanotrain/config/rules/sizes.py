@@ -159,7 +159,7 @@ def odd_sizes(v: Values) -> list[tuple[str, int]]:
             "keys and values per rank: heads / tp x (qk_head_dim + v_head_dim)": heads * (v.qk_head_dim + v.v_head_dim),
             "values per rank: heads / tp x v_head_dim": heads * v.v_head_dim,
         }
-        if v.experimental_attention_variant == "dsa":
+        if v.sparse_attention_type == "dsa":
             sizes["index queries: heads x dsa_indexer_head_dim"] = v.dsa_indexer_n_heads * v.dsa_indexer_head_dim
             sizes["dsa_indexer_head_dim"] = v.dsa_indexer_head_dim
     else:

@@ -29,14 +29,16 @@ def attention(declare: Declaration) -> Specs:
     specs += nest("key", key) + nest("value", value)
     if shape.has_output_gate:
         specs += nest("gate", declare.column_linear(output_size, shape.hidden_size, bias=shape.has_qkv_bias))
+    norms: Specs = ()
     if shape.has_qk_norm:
         # of the kind of the other norms, as in Megatron-LM; applied to the heads of each tp rank
         per_head = summed(norm(declare, shape.head_dim), ("tp",))
-        specs += nest("query_norm", per_head) + nest("key_norm", per_head)
+        norms = nest("query_norm", per_head) + nest("key_norm", per_head)
     if shape.has_wide_qk_norm:  # OLMo 2; each tp rank has all weights and uses those of its heads
         for name, size in (("query_norm", query_size), ("key_norm", key_size)):
             wide = summed([declare.vector("weight", size, value=shape.norm_init)], ("tp",))
-            specs += grouped("norms", nest(name, wide))
+            norms += grouped("norms", nest(name, wide))
+    specs += tuple(replace(spec, weight_decay=declare.decays_qk_norm) for spec in norms)
     return specs + nest("output", declare.row_linear(shape.hidden_size, output_size, bias=shape.has_linear_bias))
 
 

@@ -26,7 +26,7 @@ def declare(declare: Declaration) -> Specs:
 
 
 def _sizes(shape: ModelShape) -> DSAConfig:
-    assert shape.dsa is not None, "experimental_attention_variant is dsa"
+    assert shape.dsa is not None, "sparse_attention_type is dsa"
     return shape.dsa
 
 

@@ -296,7 +296,13 @@ def _plan_stages(
     config: Config, shape: ModelShape, *, groups: Mapping[GroupName, GroupSpec], coords: Mapping[str, int]
 ) -> Iterator[StagePlan]:
     sizes = {axis: groups[axis].size for axis in ("tp", "ep", "etp")}
-    declaration = Declaration(shape, config.precision.params_dtype, sizes["tp"], config.parallel.sequence_parallel)
+    declaration = Declaration(
+        shape,
+        config.precision.params_dtype,
+        sizes["tp"],
+        config.parallel.sequence_parallel,
+        config.optim.apply_wd_to_qk_layernorm,
+    )
     specs = stage_specs(config.parallel, shape)
     for spec in (specs[index] for index in config.parallel.stages_of(coords["pp"])):
         declared = declare_stage(declaration, spec)

@@ -8,7 +8,7 @@ from tests.config.asking import config_of
 
 EXPERTS = {"num_experts": 8}
 LATENT = {"multi_latent_attention": True}
-SPARSE = LATENT | {"q_lora_rank": 24, "experimental_attention_variant": "dsa"}
+SPARSE = LATENT | {"q_lora_rank": 24, "sparse_attention_type": "dsa"}
 LINEAR = {"linear_attention_type": "short_conv"}
 DELTA = {"linear_attention_type": "gated_delta_net"}
 HYBRID = {"num_layers": 4, "hybrid_layer_pattern": "*-*-"}
@@ -49,7 +49,7 @@ def test_what_fits_together_breaks_no_rule(keys):
         (DELTA | {"linear_num_key_heads": 5}, "32 value heads cannot share 5 key heads"),
         (DELTA | {"linear_attention_type": "kda"}, "32 value heads beside 16 key heads"),
         (
-            {"experimental_attention_variant": "dsa"},
+            {"sparse_attention_type": "dsa"},
             "dsa without multi_latent_attention: its indexer reads the compressed queries",
         ),
         (SPARSE | {"q_lora_rank": None}, "dsa and q_lora_rank is unset"),

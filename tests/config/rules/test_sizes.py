@@ -12,7 +12,7 @@ from nanotrain.spec.stages import split_layers
 from tests.config.asking import config_of, validate
 
 TP2 = {"tensor_model_parallel_size": 2}
-SPARSE = {"multi_latent_attention": True, "q_lora_rank": 24, "experimental_attention_variant": "dsa"}
+SPARSE = {"multi_latent_attention": True, "q_lora_rank": 24, "sparse_attention_type": "dsa"}
 DELTA = {"linear_attention_type": "gated_delta_net", "linear_num_key_heads": 1}
 CP2 = {"context_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}

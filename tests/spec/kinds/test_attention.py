@@ -37,3 +37,16 @@ def test_the_gate_has_the_heads_of_the_queries() -> None:
     shape = ModelShape.of(replace(PLAIN, attention_output_gate=True))
     specs = {spec.name: spec for spec in MIXERS["attention"].declare(Declaration(shape, "fp32"))}
     assert specs["gate.weight"].shape == (32, 32) and specs["gate.weight"].shards == (Shard(0, "tp"),)
+
+
+@pytest.mark.parametrize("across_heads", [False, True])
+def test_weight_decay_applies_to_the_norms_of_queries_and_keys_where_it_is_asked_for(across_heads: bool) -> None:
+    model = replace(PLAIN, qk_layernorm=True, qk_layernorm_across_heads=across_heads, normalization="LayerNorm")
+    for decays in (False, True):
+        declare = Declaration(ModelShape.of(model), "fp32", decays_qk_norm=decays)
+        specs = MIXERS["attention"].declare(declare)
+        norms = {spec.name for spec in specs if "norm" in spec.name}
+        assert {spec.name for spec in specs if spec.weight_decay and "norm" in spec.name} == (
+            norms if decays else set()
+        )
+        assert {spec.name for spec in specs if spec.weight_decay} >= {"query.weight", "output.weight"}

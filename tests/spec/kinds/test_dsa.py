@@ -18,7 +18,7 @@ MODEL = ModelConfig(
     vocab_size=8,
     multi_latent_attention=True,
     mla=MLAConfig(q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6),
-    experimental_attention_variant="dsa",
+    sparse_attention_type="dsa",
     dsa=DSAConfig(n_heads=3, head_dim=8, topk=16),
 )
 SHAPE, KIND = ModelShape.of(MODEL), MIXERS["dsa"]

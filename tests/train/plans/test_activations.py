@@ -29,7 +29,7 @@ OLMO_HYBRID = f"{OLMO} --num-layers 2 --linear-attention-freq 2 --linear-num-key
 PACKED = f"{LLAMA} --reset-attention-mask"
 DELTA = "--linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16 --linear-attention-type"
 DSA = (
-    f"{MLA} --experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16 "
+    f"{MLA} --sparse-attention-type dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16 "
     "--dsa-indexer-topk 32 --dsa-indexer-loss-coeff 0.1"
 )
 MODELS = {
