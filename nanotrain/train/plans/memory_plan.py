@@ -45,7 +45,7 @@ FRAGMENTS = (
 )
 ROWS = ("params", "grads", "optimizer", "activations", "working", "communication", "overhead")
 SEARCH_S = 4.0  # of CPU time, after which the search for settings that fit ends
-built_schedule = lru_cache(maxsize=8)(build_schedule)  # layouts that differ elsewhere share one
+built_schedule = lru_cache(maxsize=64)(build_schedule)  # layouts that differ elsewhere share one
 
 
 @dataclass(frozen=True)
