@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from nanotrain.attention.sparse import Index, IndexerLoss
 from nanotrain.comm.autograd import concat_along
-from nanotrain.config.model import DSAConfig, ModelConfig
+from nanotrain.config.layer_kinds import DSAConfig
+from nanotrain.config.model import ModelConfig
 from nanotrain.model.context import LayerContext, ModelParallel, TokenCache
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.norm import LayerNorm

@@ -6,17 +6,8 @@ Parameters, FLOPs, modules and Hugging Face files read these sizes; none of them
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
-from nanotrain.config.model import (
-    DELTA_RULES,
-    DSAConfig,
-    LinearAttentionConfig,
-    MambaConfig,
-    MLAConfig,
-    ModelConfig,
-    MoEConfig,
-    Normalization,
-    NormPlacement,
-)
+from nanotrain.config.layer_kinds import DELTA_RULES, DSAConfig, LinearAttentionConfig, MambaConfig, NormPlacement
+from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig, Normalization
 
 
 @dataclass(frozen=True)

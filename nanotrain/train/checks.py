@@ -18,7 +18,7 @@ from nanotrain.checkpoint.stored import require_writable
 from nanotrain.comm import device
 from nanotrain.comm.parallel_context import Launch
 from nanotrain.config.config import Config, Fp8Config
-from nanotrain.config.model import DELTA_RULES
+from nanotrain.config.layer_kinds import DELTA_RULES
 from nanotrain.config.rules.check import check_table
 from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
 from nanotrain.log import get_logger

@@ -12,7 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 from nanotrain.attention.delta_rule import DeltaInputs, delta_rule, fla_delta_rule, span_map
-from nanotrain.config.model import LinearAttentionConfig, ModelConfig
+from nanotrain.config.layer_kinds import LinearAttentionConfig
+from nanotrain.config.model import ModelConfig
 from nanotrain.spec.kinds import MIXERS
 from nanotrain.spec.shape import ModelShape
 from tests.attention.delta_inputs import BATCH, KEY_DIM, random_inputs, recurrence, tensors

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanotrain.config.model import DSAConfig, LinearAttentionConfig, MambaConfig, MLAConfig, MoEConfig, YarnConfig
+from nanotrain.config.layer_kinds import DSAConfig, LinearAttentionConfig, MambaConfig
+from nanotrain.config.model import MLAConfig, MoEConfig, YarnConfig
 from nanotrain.inference.cache import KVCache
 from nanotrain.model.transformer import Stage
 from tests.model.building import GPT2, LLAMA, QWEN3, VOCAB, build, randomize

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanotrain.config.model import LinearAttentionConfig, ModelConfig
+from nanotrain.config.layer_kinds import LinearAttentionConfig
+from nanotrain.config.model import ModelConfig
 from nanotrain.model.context import LayerContext, ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.transformer import build_mixer

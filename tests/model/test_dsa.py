@@ -9,7 +9,8 @@ from torch import Tensor
 
 from nanotrain.attention import sparse
 from nanotrain.attention.sdpa import SDPAttention
-from nanotrain.config.model import DSAConfig, MLAConfig, ModelConfig
+from nanotrain.config.layer_kinds import DSAConfig
+from nanotrain.config.model import MLAConfig, ModelConfig
 from nanotrain.model.context import LayerContext
 from nanotrain.model.rope import RotaryTables, apply_rotary
 from tests.attention.fp64_transformers import modeling_in_fp64

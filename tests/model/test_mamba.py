@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.models.nemotron_h import modeling_nemotron_h
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, NemotronHMamba2Mixer
 
-from nanotrain.config.model import MambaConfig
+from nanotrain.config.layer_kinds import MambaConfig
 from nanotrain.model.context import LayerContext
 from tests.model.building import LLAMA
 from tests.model.mixers import assert_near, backward, random_hidden, random_mixer

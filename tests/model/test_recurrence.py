@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.lfm2.modeling_lfm2 import Lfm2Config, Lfm2ShortConv
 
-from nanotrain.config.model import LinearAttentionConfig
+from nanotrain.config.layer_kinds import LinearAttentionConfig
 from nanotrain.model.context import LayerContext
 from tests.model.building import LLAMA
 from tests.model.mixers import assert_near, backward, random_hidden, random_mixer

@@ -2,7 +2,8 @@
 
 from typing import get_args
 
-from nanotrain.config.model import LinearAttentionType, ModelConfig
+from nanotrain.config.layer_kinds import LinearAttentionType
+from nanotrain.config.model import ModelConfig
 from nanotrain.model.transformer import MIXER_MODULES
 from nanotrain.spec.declaration import ContextRank, Declaration
 from nanotrain.spec.kinds import MIXERS

@@ -5,7 +5,8 @@ from math import ceil, lcm
 from typing import Any
 
 from nanotrain.config.config import Config
-from nanotrain.config.model import DELTA_RULES, ModelConfig
+from nanotrain.config.layer_kinds import DELTA_RULES
+from nanotrain.config.model import ModelConfig
 from nanotrain.config.notation import count_mtp_layers, read_hybrid_pattern, read_named, read_pipeline_layout
 from nanotrain.config.parallel import DISCARDED_MODULES
 from nanotrain.config.schedules import length_schedule

@@ -17,7 +17,8 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from nanotrain.config.model import LinearAttentionConfig, ModelConfig, MoEConfig
+from nanotrain.config.layer_kinds import LinearAttentionConfig
+from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.config.notation import write_pattern
 from nanotrain.interop.hf.canonical import resolved
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject

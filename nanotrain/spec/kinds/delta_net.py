@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 
-from nanotrain.config.model import LinearAttentionConfig
+from nanotrain.config.layer_kinds import LinearAttentionConfig
 from nanotrain.spec.declaration import ContextRank, Declaration, RankSizes, Specs, grouped, nest, summed
 from nanotrain.spec.params import Shard, Uniform
 from nanotrain.spec.shape import ModelShape

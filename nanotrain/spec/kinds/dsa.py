@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import replace
 
-from nanotrain.config.model import DSAConfig
+from nanotrain.config.layer_kinds import DSAConfig
 from nanotrain.spec.declaration import FP32, ContextRank, Declaration, RankSizes, Specs, grouped, nest, summed
 from nanotrain.spec.kinds.attention import mla, pair_flops
 from nanotrain.spec.shape import ModelShape

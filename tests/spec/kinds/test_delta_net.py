@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from nanotrain.config.model import LinearAttentionConfig, ModelConfig
+from nanotrain.config.layer_kinds import LinearAttentionConfig
+from nanotrain.config.model import ModelConfig
 from nanotrain.spec.declaration import ContextRank, Declaration
 from nanotrain.spec.kinds import MIXERS
 from nanotrain.spec.shape import ModelShape

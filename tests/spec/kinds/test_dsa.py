@@ -6,7 +6,8 @@ from typing import cast
 
 import pytest
 
-from nanotrain.config.model import DSAConfig, MLAConfig, ModelConfig
+from nanotrain.config.layer_kinds import DSAConfig
+from nanotrain.config.model import MLAConfig, ModelConfig
 from nanotrain.spec.counts import flops_per_token
 from nanotrain.spec.declaration import ContextRank, Declaration, RankSizes
 from nanotrain.spec.kinds import MIXERS
