@@ -13,13 +13,15 @@ from nanotrain.errors import ConfigError
 from nanotrain.storage.remote import is_address, redacted
 
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
-_SECRET = re.compile("TOKEN|KEY|SECRET|PASS|PWD.|_PWD|CREDENTIAL|AUTH|PRIVATE|COOKIE|WEBHOOK|NOTIFY", re.IGNORECASE)
+_SECRET = re.compile(
+    "TOKEN(?!IZER)|KEY|SECRET|PASS|PWD.|_PWD|CREDENTIAL|AUTH|PRIVATE|COOKIE|WEBHOOK|NOTIFY", re.IGNORECASE
+)
 
 
 def is_secret(name: str) -> bool:
     """Whether a variable of the environment looks like a secret by its name.
 
-    >>> is_secret("HF_TOKEN"), is_secret("SCRATCH"), is_secret("PWD")
+    >>> is_secret("HF_TOKEN"), is_secret("SCRATCH"), is_secret("TOKENIZER_PATH")
     (True, False, False)
     """
     return _SECRET.search(name) is not None

@@ -81,7 +81,7 @@ def rows_of(table: Mapping[str, Any]) -> dict[str, MegatronFlag]:
             flag, _, values = usage.partition(" ")
             rows[flag] = MegatronFlag(
                 kind,
-                arity={"": 0, "VALUES": MANY}.get(values, 1),
+                arity=MANY if values == "VALUES" or " " in values else int(bool(values)),
                 accepts=tuple(values[1:-1].split(",")) if values.startswith("{") else (),
                 **(row if isinstance(row, dict) else {"meaning": row}),
             )

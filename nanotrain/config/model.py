@@ -20,6 +20,7 @@ from nanotrain.config.notation import (
     read_expert_pattern,
     read_hybrid_pattern,
     read_linear_pattern,
+    read_mtp_patterns,
     read_no_rope_pattern,
     read_window_pattern,
 )
@@ -32,6 +33,7 @@ Normalization = Literal["LayerNorm", "RMSNorm", "L2Norm"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 Activation = Literal["gelu", "gelu_tanh", "swiglu", "squared_relu", "quick_geglu", "geglu_tanh", "xielu"]
 GATED = ("swiglu", "quick_geglu", "geglu_tanh")
+MLP_LETTERS = {"-": "dense", "E": "moe"}  # of hybrid_layer_pattern
 RouterScore = Literal["softmax", "sigmoid"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 
@@ -174,7 +176,7 @@ class ModelConfig:
     multi_latent_attention: bool = option(False, "multi-latent attention: low-rank compression of keys and values (DeepSeek)")
     sparse_attention_type: SparseAttentionType | None = option(None, "dsa: multi-latent attention to the keys that an indexer selects (DeepSeek-V3.2); unset: to all")
     attention_output_gate: bool = option(False, "multiply the output of attention by the sigmoid of a learned projection of the token (Qwen3-Next)")
-    hybrid_layer_pattern: str | None = option(None, "one letter per layer, which is then attention or an MLP alone: * attention, + multi-latent attention, M Mamba-2, G linear_attention_type, - MLP, E experts; | begins a pipeline stage; unset: layers have both")
+    hybrid_layer_pattern: str | None = option(None, "one letter per layer, which is then attention or an MLP alone: * attention, + multi-latent attention, M Mamba-2, G linear_attention_type, - MLP, E experts; | begins a pipeline stage, /*E and the like are layers of multi-token prediction; unset: layers have both")
     linear_attention_type: LinearAttentionType | None = option(None, "layers in place of attention: gated_delta_net (Qwen3-Next), kda (Kimi Linear), mamba2 (Granite 4), attention_mamba2 (both side by side, Falcon-H1) or short_conv (LFM2); unset: none")
     linear_attention_freq: str = option("0", "layers with softmax attention beside linear_attention_type: N for every Nth layer, 0 for none, or a pattern such as [1]*3+[0] with 0 for each of them")
     init_method_std: float = option(0.02, "standard deviation of the initial weights; output projections get std / sqrt(2 * num_layers)", check=above(0))
@@ -312,14 +314,19 @@ class ModelConfig:
         >>> ModelConfig(num_layers=3, linear_attention_type="short_conv", linear_attention_freq="3").mixers
         ('short_conv', 'short_conv', 'attention')
         """
-        softmax = "attention" if self.mla is None else "mla" if self.dsa is None else "dsa"
         if self.hybrid_layer_pattern is not None:
-            kinds = {"*": softmax, "+": softmax, "G": self.linear_attention_type, "M": "mamba2"}
-            return tuple(kinds.get(letter) for letter in read_hybrid_pattern(self.hybrid_layer_pattern))
+            return tuple(map(self._letters.get, read_hybrid_pattern(self.hybrid_layer_pattern)))
+        softmax = self._letters["*"]
         if self.linear_attention_type is None:
             return (softmax,) * self.num_layers
         layers = read_linear_pattern(self.linear_attention_freq, self.num_layers)
         return tuple(self.linear_attention_type if is_linear else softmax for is_linear in layers)
+
+    @property
+    def _letters(self) -> dict[str, str | None]:
+        """The kinds of attention, or of what is in its place, by their letters in `hybrid_layer_pattern`."""
+        softmax = "attention" if self.mla is None else "mla" if self.dsa is None else "dsa"
+        return {"*": softmax, "+": softmax, "G": self.linear_attention_type, "M": "mamba2"}
 
     @property
     def mamba_heads(self) -> int:
@@ -330,12 +337,22 @@ class ModelConfig:
     def mlps(self) -> tuple[str | None, ...]:
         """The kind of MLP of each layer, dense or moe; None for a layer without one."""
         if self.hybrid_layer_pattern is not None:
-            kinds = {"-": "dense", "E": "moe"}
-            return tuple(kinds.get(letter) for letter in read_hybrid_pattern(self.hybrid_layer_pattern))
+            return tuple(map(MLP_LETTERS.get, read_hybrid_pattern(self.hybrid_layer_pattern)))
         moe = self.moe
         if moe is None or moe.num_experts is None:  # a model that is not complete yet has other settings of experts
             return ("dense",) * self.num_layers
         return tuple("moe" if has else "dense" for has in read_expert_pattern(moe.layer_freq, self.num_layers))
+
+    @property
+    def mtp_kinds(self) -> tuple[str | None, str | None] | None:
+        """The kinds of attention and MLP of a layer of multi-token prediction; None for those of the last layer.
+
+        >>> ModelConfig(hybrid_layer_pattern="M-*-/*-").mtp_kinds, ModelConfig().mtp_kinds
+        (('attention', 'dense'), None)
+        """
+        if not (patterns := read_mtp_patterns(self.hybrid_layer_pattern or "")):
+            return None
+        return self._letters[patterns[0][0]], MLP_LETTERS[patterns[0][1]]
 
     @property
     def window_layers(self) -> tuple[bool, ...]:

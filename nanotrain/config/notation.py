@@ -87,21 +87,38 @@ HYBRID_LETTERS = "*+MG-E"
 
 
 def read_hybrid_pattern(text: str) -> str:
-    """The letter of every layer, without the borders of pipeline stages.
+    """The letter of every layer of the model, without the borders of pipeline stages.
 
     Raises:
         ConfigError: a letter of no kind of layer.
 
-    >>> read_hybrid_pattern("G-*-|G-*E")
+    >>> read_hybrid_pattern("G-*-|G-*E/*E")
     'G-*-G-*E'
     """
-    letters = text.replace("|", "")
+    letters = text.partition("/")[0].replace("|", "")
     if unknown := [letter for letter in dict.fromkeys(letters) if letter not in HYBRID_LETTERS]:
-        known = f"the letters are {' '.join(HYBRID_LETTERS)}, and | between stages"
+        known = f"the letters are {' '.join(HYBRID_LETTERS)}, | between stages and / before multi-token prediction"
         why = f"{' '.join(unknown)} is no kind of layer; {known}"
-        fix = "leave / and what follows out, the layers of multi-token prediction" if "/" in unknown else "change it"
-        raise ConfigError(f"hybrid_layer_pattern is {text!r}", why=why, fix=fix)
+        raise ConfigError(f"hybrid_layer_pattern is {text!r}", why=why, fix="change it")
     return letters
+
+
+def read_mtp_patterns(text: str) -> list[str]:
+    """The letters of every layer of multi-token prediction, which begin with a /: its attention and its MLP.
+
+    Raises:
+        ConfigError: other letters, letters that no layer of the model has, or layers that differ.
+
+    >>> read_mtp_patterns("G-*E/*E/*E"), read_mtp_patterns("G-*E")
+    (['*E', '*E'], [])
+    """
+    model, *layers = text.split("/")
+    is_known = all(re.fullmatch(r"[*+MG][-E]", letters) and {*letters} <= {*model} for letters in layers)
+    if len({*layers}) > 1 or not is_known:
+        why = "after each / are a letter of attention and one of an MLP that the model has, the same everywhere"
+        fix = "write /*E or the like once per layer of multi-token prediction, or leave / out"
+        raise ConfigError(f"hybrid_layer_pattern is {text!r}", why=why, fix=fix)
+    return layers
 
 
 def read_no_rope_pattern(text: str, num_layers: int) -> tuple[bool, ...]:

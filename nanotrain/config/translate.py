@@ -160,7 +160,9 @@ def check_defaults(line: CommandLine, *, errors: ErrorCollector) -> None:
             what = f"--megatron-defaults with {choice_of(group)}={name}"
             why = f"{group}/{name}.yaml is written for nanotrain's defaults: with Megatron-LM's it means something else"
             errors.errors.append(ConfigError(what, why=why, fix="leave one of them out"))
-    unset = [name for name in megatron().required if ENTRIES[name].key not in line.explicit]
+    has_pattern = "model.hybrid_layer_pattern" in line.explicit  # whose length is num_layers
+    required = megatron().required[has_pattern:]
+    unset = [name for name in required if ENTRIES[name].key not in line.explicit]
     if unset and not line.choices and "checkpoint.use_checkpoint_args" not in line.explicit:
         flags = ", ".join(map(flag_of, unset))
         why = "Megatron-LM has no defaults for them"
@@ -209,14 +211,17 @@ def implied_layers(
     model_config: ModelConfig, parallel: ParallelConfig, *, explicit: frozenset[str]
 ) -> Iterator[tuple[str, Any, str]]:
     """The number of layers and the stages that a hybrid layer pattern implies."""
-    pattern, why = model_config.hybrid_layer_pattern, "the layers of hybrid_layer_pattern"
-    if pattern is None:
+    if model_config.hybrid_layer_pattern is None:
         return
+    pattern, slash, mtp = model_config.hybrid_layer_pattern.partition("/")
+    why = "the layers of hybrid_layer_pattern"
     num_layers, is_default = len(pattern.replace("|", "")), model_config.num_layers == ENTRIES["num_layers"].default
+    if slash and model_config.mtp.num_layers is None:
+        yield "mtp_num_layers", 1 + mtp.count("/"), why
     if is_default and num_layers != model_config.num_layers and "model.num_layers" not in explicit:
         yield "num_layers", num_layers, why
     if "|" in pattern:
-        yield "hybrid_layer_pattern", pattern.replace("|", ""), "its | are stages"
+        yield "hybrid_layer_pattern", pattern.replace("|", "") + slash + mtp, "its | are stages"
         if parallel.pipeline_model_parallel_size > 1:
             yield "pipeline_model_parallel_layout", write_pipeline_layout([*map(len, pattern.split("|"))]), why
 

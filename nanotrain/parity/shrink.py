@@ -310,7 +310,10 @@ def shrink_pattern(text: str, full: tuple[bool, ...], *, num_layers: int) -> str
 def shrink_letters(text: str | None, *, num_layers: int) -> str | None:
     """A hybrid layer pattern of fewer layers, with every kind of layer that there is room for.
 
-    >>> shrink_letters("G-G-*E*E", num_layers=5)
-    'G-*EG'
+    >>> shrink_letters("G-G-*E*E/*E", num_layers=5)
+    'G-*EG/*E'
     """
-    return None if text is None else "".join([*dict.fromkeys(text), *text][:num_layers])
+    if text is None:
+        return None
+    letters, slash, mtp = text.partition("/")
+    return "".join([*dict.fromkeys(letters), *letters][:num_layers]) + slash + mtp

@@ -54,6 +54,7 @@ class ModelShape:
     moe_layers: tuple[bool, ...] = ()  # whether each layer has experts
     moe_ffn_size: int = 0  # inner width of an expert
     expert_input_size: int = 0  # width of what it reads and writes
+    mtp_kinds: tuple[str | None, str | None] | None = None  # of attention and MLP in multi-token prediction
     num_mtp_layers: int = 0  # layers of multi-token prediction; in the methods below they follow the model's layers
 
     @classmethod
@@ -87,6 +88,8 @@ class ModelShape:
 
     def kinds(self, layer: int) -> tuple[str | None, str | None]:
         """The kinds of attention and MLP of a layer, by its index in the model."""
+        if layer >= self.num_layers and self.mtp_kinds is not None:
+            return self.mtp_kinds
         index = self._kind_of(layer)
         return self.mixers[index], self.mlps[index]
 

@@ -34,7 +34,7 @@ def test_no_row_replaces_another():
 def test_every_row_is_complete():
     for flag, row in (FLAGS_THERE | PATTERNS).items():
         assert flag.startswith("--") and row.meaning and row.meaning == row.meaning.strip().rstrip("."), flag
-        assert row.arity in (MANY, 0, 1) and (not row.accepts or row.arity == 1), flag
+        assert row.arity in (MANY, 0, 1) and (not row.accepts or row.arity), flag
         is_rename = row.sets or row.to or row.choices or row.convert or row.overrules or row.is_check
         assert row.kind == "rename" or not is_rename, flag
         assert sum(map(bool, (row.sets, row.to, row.choices, row.convert))) <= 1 and (

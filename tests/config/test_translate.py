@@ -66,6 +66,11 @@ def loaded(arguments: str) -> Loaded:
             f"--experimental-attention-variant gated_delta_net {DELTA_NET}",
             {"model.linear_attention_type": "gated_delta_net"},
         ),
+        (
+            "--hybrid-layer-pattern M-|*-/*-/*- --is-hybrid-model --ddp-num-buckets 10 "
+            "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec",
+            {"model.num_layers": 4, "model.hybrid_layer_pattern": "M-*-/*-/*-", "model.mtp.num_layers": 2},
+        ),
         (f"--experimental-attention-variant gdn {DELTA_NET}", {"model.linear_attention_type": "gated_delta_net"}),
         (f"{MLA} --q-lora-rank 8 --experimental-attention-variant dsa", {"model.sparse_attention_type": "dsa"}),
         (
@@ -93,6 +98,7 @@ def test_a_flag_becomes_values_of_fields(arguments, values):
             "--moe-token-drop-policy position",
             "an expert at its capacity keeps the tokens with the highest router weights",
         ),
+        ("--spec megatron.core.models.gpt.gpt_layer_specs local_spec", "no Python file of layers is imported"),
         ("--experimental-attention-variant gdn2", "it takes dsa or gated_delta_net or gdn"),
         (
             "--experimental-attention-variant gated_delta_net --linear-attention-type kda",

@@ -6,6 +6,7 @@ from tests.harness import run_ranks
 from tests.laws.compare import Row, assert_row_trains_as_one_rank
 from tests.laws.test_bytes import measure_all
 from tests.laws.test_mla import DEEPSEEK
+from tests.laws.test_model_features import EXPERTS
 from tests.laws.worlds import Case
 
 # of the gradient, much more than the default, so that a wrong one shows
@@ -14,6 +15,16 @@ MODELS = {
     "tied": MTP | {"num_layers": 3},
     "untied": MTP | {"untie_embeddings_and_output_weights": True, "hidden_dropout": 0.1},
     "deepseek": DEEPSEEK | {"num_layers": 2, "moe_layer_freq": "[0]*1+[1]*1", "mtp_num_layers": 1},
+    "of a pattern": EXPERTS
+    | MTP
+    | {
+        "num_layers": 3,
+        "hybrid_layer_pattern": "ME*/*E/*E",  # the last layer of the model is attention alone
+        "mamba_state_dim": 6,
+        "mamba_head_dim": 8,
+        "mamba_num_heads": 8,
+        "mamba_num_groups": 4,
+    },
 }
 SP, ZB, ZERO3 = {"sequence_parallel": True}, {"pipeline_schedule": "zb-h1"}, {"strategy": "optim_grads_params"}
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
@@ -31,6 +42,8 @@ LAYOUTS: list[Row] = [
         ZERO3 | {"pp": 2, "vpp": 2, "schedule": "dualpipev"},
         {"pipeline_model_parallel_layout": "E|t|t|tmmL"},
     ),
+    ("of a pattern", 2, {"strategy": "optim_grads", "cp": 2}, {}),
+    ("of a pattern", 4, ZERO3 | {"tp": 2, "pp": 2, "ep": 2, "etp": 1}, SP),
     ("deepseek", 2, {"strategy": "optim_grads", "ep": 2}, {}),
     ("deepseek", 4, ZERO3 | {"tp": 2, "pp": 2, "etp": 1, "ep": 2}, {}),
 ]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig
+from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig, MTPConfig
 from nanotrain.errors import ConfigError
 from nanotrain.spec.shape import ModelShape
 from tests.model.building import GPT2, LLAMA
@@ -50,3 +50,11 @@ def test_heads_fewer_than_ranks_are_replicated() -> None:
 def test_an_unknown_vocabulary_is_an_error() -> None:
     with pytest.raises(ConfigError, match="vocab"):
         ModelShape.of(ModelConfig(activation="gelu"))
+
+
+def test_layers_of_multi_token_prediction_have_the_kinds_of_the_pattern_else_of_the_last_layer() -> None:
+    config = ModelConfig(num_layers=3, vocab_size=8, hybrid_layer_pattern="M-*/*-/*-", mtp=MTPConfig(num_layers=2))
+    shape = ModelShape.of(config)
+    assert [shape.kinds(layer) for layer in range(2, 5)] == [("attention", None), *[("attention", "dense")] * 2]
+    last = ModelShape.of(replace(config, hybrid_layer_pattern=None, linear_attention_type="short_conv"))
+    assert last.kinds(3) == last.kinds(2) == ("short_conv", "dense")

@@ -7,7 +7,13 @@ from typing import Any
 from nanotrain.config.config import Config
 from nanotrain.config.layer_kinds import DELTA_RULES
 from nanotrain.config.model import ModelConfig
-from nanotrain.config.notation import count_mtp_layers, read_hybrid_pattern, read_named, read_pipeline_layout
+from nanotrain.config.notation import (
+    count_mtp_layers,
+    read_hybrid_pattern,
+    read_mtp_patterns,
+    read_named,
+    read_pipeline_layout,
+)
 from nanotrain.config.parallel import DISCARDED_MODULES
 from nanotrain.config.schedules import length_schedule
 from nanotrain.config.schema import ENTRIES, value_of
@@ -211,6 +217,7 @@ SIZES: dict[str, Callable[[Values], Any]] = {
     "mixers": lambda v: v.model.mixers,
     "pattern_letters": lambda v: read_hybrid_pattern(v.hybrid_layer_pattern or ""),
     "pattern_length": lambda v: len(v.pattern_letters) or None,
+    "pattern_mtp_layers": lambda v: v.hybrid_layer_pattern and len(read_mtp_patterns(v.hybrid_layer_pattern)),
     "has_linear_layers": lambda v: v.linear_attention_type in v.mixers,
     "why_no_linear_layers": lambda v: (
         "hybrid_layer_pattern has no G"

@@ -19,7 +19,7 @@ from functools import partial
 
 from nanotrain.config.layer_kinds import LinearAttentionConfig
 from nanotrain.config.model import ModelConfig, MoEConfig
-from nanotrain.config.notation import write_pattern
+from nanotrain.config.notation import read_hybrid_pattern, write_pattern
 from nanotrain.interop.hf.canonical import resolved
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
 from nanotrain.quantities import count_of, round_up
@@ -61,7 +61,7 @@ def _read_pattern(raw: Raw) -> Values:
 
 def _write_pattern(model_config: ModelConfig) -> Values:
     moe = model_config.moe or MoEConfig(num_experts=0)
-    pattern = (model_config.hybrid_layer_pattern or "").replace("|", "")
+    pattern = read_hybrid_pattern(model_config.hybrid_layer_pattern or "")
     return {"hybrid_override_pattern": pattern, "n_routed_experts": moe.num_experts}
 
 

@@ -30,6 +30,7 @@ GROUPS = {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk":
         SPARSE,
         LATENT | {"position_embedding_type": "none"},  # Kimi Linear
         HYBRID | {"hybrid_layer_pattern": "M-*-"},
+        HYBRID | {"hybrid_layer_pattern": "M-*-/*-/*-", "mtp_num_layers": 2},
         HYBRID | LINEAR | EXPERTS | {"hybrid_layer_pattern": "G-*E"},
     ],
 )
@@ -61,12 +62,17 @@ def test_what_fits_together_breaks_no_rule(keys):
             "6 heads of Mamba-2 cannot form 4 groups",
         ),
         (HYBRID | {"hybrid_layer_pattern": "*Z*-"}, "Z is no kind of layer; the letters are"),
-        (HYBRID | {"hybrid_layer_pattern": "*-*-/*-"}, "leave / and what follows out"),
+        (
+            HYBRID | {"hybrid_layer_pattern": "*-*-/*-"},
+            "has 1 layer of multi-token prediction: mtp_num_layers is unset",
+        ),
+        (HYBRID | {"hybrid_layer_pattern": "*-*-/*-/*", "mtp_num_layers": 2}, "the same everywhere; write /*E"),
+        (HYBRID | {"hybrid_layer_pattern": "*-*-/*E", "mtp_num_layers": 1}, "that the model has"),
         (HYBRID | {"hybrid_layer_pattern": "*-*E"}, "hybrid_layer_pattern has E and num_experts is unset"),
         (HYBRID | {"hybrid_layer_pattern": "*-G-"}, "hybrid_layer_pattern has G and linear_attention_type is unset"),
         (HYBRID | {"hybrid_layer_pattern": "+-+-"}, "hybrid_layer_pattern has + and multi_latent_attention is off"),
         (HYBRID | LATENT, "hybrid_layer_pattern has * and multi_latent_attention is on"),
-        (HYBRID | {"mtp_num_layers": 1}, "mtp_num_layers 1 with hybrid_layer_pattern"),
+        (HYBRID | {"mtp_num_layers": 1}, "has 0 layers of multi-token prediction: mtp_num_layers is 1; end --hybrid"),
         ({"seq_length": 2048}, "seq_length 2048 is longer than max_position_embeddings 1024"),
         (LATENT | {"position_embedding_type": "learned_absolute"}, "learned_absolute with multi_latent_attention"),
         ({"rotary_percent": 0.3}, "of which 19 are rotated (rotary_percent 0.3)"),
