@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from tests.harness import run_ranks
+from tests.laws.compare import assert_alike
 from tests.laws.test_model_features import (
     EXPERTS,
     GPIPE,
+    OPTIM,
     SP,
     VPP,
     ZB,
@@ -23,7 +25,7 @@ from tests.laws.test_model_features import (
     stages,
     train_in_every_way,
 )
-from tests.laws.worlds import Case
+from tests.laws.worlds import Case, train_cases
 
 DOCUMENTS = {"reset_attention_mask": True}
 # four layers each
@@ -129,21 +131,28 @@ def row(num_ranks: int, sizes: dict[str, Any], options: dict[str, Any], *args: A
     return KindLayout(num_ranks, sizes, options, *args, models=tuple(MODELS))
 
 
+def name_of(layout: KindLayout) -> str:
+    return f"{layout.num_ranks} {layout.sizes} {layout.options}"
+
+
 GATHER = {"cp_comm_type": "allgather"}
 A2A = {"cp_comm_type": "a2a"}
 LAYOUTS = [
     row(2, {"strategy": "optim_grads", "tp": 2}, {}, "outputs", 1),
     row(2, {"strategy": "optim", "tp": 2}, SP, "modules"),
     row(2, {"strategy": "optim", "cp": 2}, {}, "full", 1),
-    row(4, {"strategy": "optim_grads", "cp": 4}, {}, "modules", 1),
     row(2, {"strategy": "no_shard", "cp": 2}, A2A, "groups", 1),
-    row(4, {"strategy": "optim", "cp": 4}, A2A, "outputs", 1),
     row(2, {"strategy": "optim", "pp": 2}, VPP, "modules", 3),
     row(2, {"strategy": "no_shard", "pp": 2}, ZB | stages("Et|tttL"), "full", 3),
     row(2, {"strategy": "optim_grads_params", "ep": 2}, {}, "full", 1),
-    row(4, {"strategy": "optim", "instances": 2}, {"outer_dp_sharding_strategy": "optim"}, "modules", 1),
     row(4, {"strategy": "optim", "tp": 2, "cp": 2, "etp": 1, "ep": 2}, SP, "full", 1),
     row(4, ZERO3 | {"tp": 2, "pp": 2, "etp": 1, "ep": 2}, SP | GPIPE, "modules", 3),
+]
+# More ranks of what others above have: only trained.
+WIDER = [
+    row(4, {"strategy": "optim_grads", "cp": 4}, {}, "", 1),
+    row(4, {"strategy": "optim", "cp": 4}, A2A, "", 1),
+    row(4, {"strategy": "optim", "instances": 2}, {"outer_dp_sharding_strategy": "optim"}, "", 1),
 ]
 
 
@@ -154,10 +163,20 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return folder, run_ranks(1, train_in_every_way, row(1, {}, {}), folder, None, shares=True)[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: f"{each.num_ranks} {each.sizes} {each.options}")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_a_layout_keeps_the_laws_with_every_kind(
     layout: KindLayout, one_rank: tuple[Path, dict[str, Trained]], tmp_path: Path
 ) -> None:
     folder, single = one_rank
     by_rank = run_ranks(layout.num_ranks, train_in_every_way, layout, tmp_path, folder, **layout.sizes, shares=True)
     assert_equal_to_one_rank(by_rank, single, layout)
+
+
+@pytest.mark.parametrize("layout", WIDER, ids=name_of)
+def test_more_ranks_train_every_kind_as_one_rank_does(
+    layout: KindLayout, one_rank: tuple[Path, dict[str, Trained]]
+) -> None:
+    cases = [layout.case(model) for model in MODELS]
+    by_rank = run_ranks(layout.num_ranks, train_cases, cases, **layout.sizes, shares=True)
+    for (model, single), *outcomes in zip(one_rank[1].items(), *by_rank, strict=True):
+        assert_alike(outcomes, [single.outcome], row=f"{model} {name_of(layout)}", lr=OPTIM["lr"])
