@@ -274,7 +274,9 @@ def read_override(line: CommandLine, argument: str) -> None:
             raise ConfigError(f"{argument} begins with {prefix}", why=why, fix=fix)
         line.choices[key] = value  # as of a flag, the last one
     elif key not in KEYS:
-        raise unknown_key(key)
+        flag = f"--{key.rpartition('.')[2].replace('_', '-')}"
+        is_megatron = flag in megatron().flags and megatron().flags[flag].kind == "rename"
+        raise ConfigError(f"unknown key {key}", fix=f"write {flag}") if is_megatron else unknown_key(key)
     elif prefix:
         why, fix = "every field exists already", f"write {key}={value}"
         raise ConfigError(f"{argument} begins with {prefix}", why=why, fix=fix)

@@ -42,6 +42,7 @@ def test_other_spellings_lead_to_values_of_their_field() -> None:
         ("--learning-rate 1", "unknown flag --learning-rate; did you mean --lr?"),
         ("--s3-path x", "unknown flag --s3-path; nanotrain train --help=all lists the flags"),  # no refused flag
         ("--no-shufle", "did you mean --no-shuffle?"),
+        ("model.hybrid_override_pattern=M", "model.hybrid_override_pattern; write --hybrid-override-pattern"),
         ("trian.lr=3", "unknown key trian.lr; did you mean"),
         ("optim.lrr=3", "unknown key optim.lrr; did you mean optim.lr?"),
         ("lr=3", "unknown key lr: a key names its section; did you mean optim.lr?"),
