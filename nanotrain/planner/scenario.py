@@ -45,7 +45,6 @@ class Engine:
     overlaps_shared_expert: bool = False  # it is computed while tokens travel to the others
     splits_by_weights: bool = False  # stages have equal shares of the products' weights, the head included
     needs_layout: bool = False  # stages of unequal lengths need a layout, which is taken to balance their work
-    zero_all_reduces: bool = False  # ZeRO-1 all-reduces gradients
     gather_factor: float = 1.0  # time of gathers of updated parameters relative to an all-gather
     gather_copy_s: float = 0.0  # host time per parameter and rank to copy gathered parameters (ZeRO-1)
     attention_factor: float = 1.0  # time of attention relative to the best kernels

@@ -8,6 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
+from itertools import accumulate, pairwise
 from statistics import mean
 from typing import NamedTuple
 
@@ -77,31 +78,22 @@ class StepTime:
 
 
 class Step(NamedTuple):
-    """An action in an order in which every action follows those that it needs."""
+    """An action, or a pair that runs in turns, in an order in which each follows those that it needs."""
 
     rank: int
-    action: Action
-    needs: int  # place of the action of another stage whose result it takes; -1: none
-    receives: bool  # whether another rank sends that
-    sends: bool  # whether another rank takes its result
-    turn: int = 0  # of a pair 1 or 2, which follow each other
-
-
-class Order(NamedTuple):
-    """The actions of all ranks in an order in which they can run."""
-
-    steps: tuple[Step, ...]
-    last_backwards: dict[int, int]  # by stage the place of the action that completes its gradients
+    actions: tuple[Action, ...]
+    received: tuple[int, ...]  # places of the steps of other ranks whose results it takes
+    num_sent: int  # results that other ranks take
 
 
 @dataclass(frozen=True)
 class Run:
     """A schedule on a clock."""
 
-    order: Order
-    starts: list[float]  # of every action
+    steps: tuple[Step, ...]
+    starts: list[float]  # of every step
     ends: list[float]
-    finish: list[float]  # per rank: end of its last action or transfer
+    finish: list[float]  # per rank: end of its last step or transfer
     waits: list[float]  # per rank: seconds in which it sends and does not compute
     hidden: list[float]  # per rank: seconds of the transfers of tokens that pairs hide
 
@@ -110,15 +102,11 @@ class Run:
         """Until all ranks end."""
         return max(self.finish)
 
-
-@dataclass(frozen=True)
-class DataParallel:
-    """What data parallelism and the update add to the step of a pipeline rank."""
-
-    exposed: float  # reductions that end after the last backward
-    gathers: float  # gathers of updated parameters that the forward waits for
-    update: float  # the update
-    reductions: float  # reductions, exposed or not
+    @cached_property
+    def last_backwards(self) -> dict[int, int]:
+        """By stage the place of the step that completes its gradients."""
+        backwards = ((place, action) for place, step in enumerate(self.steps) for action in step.actions)
+        return {action.stage: place for place, action in backwards if action.kind.has_wgrad}
 
 
 def predict_step(scenario: Scenario, *, memory_share: float = 0.0) -> StepTime:
@@ -138,23 +126,23 @@ class StepClock:
         self.scenario, self.stages, self.shape = scenario, Stages(scenario), scenario.pipeline
         self.gpu, self.memory_share = scenario.machine, memory_share
         self.lengths = simulated(self.shape)
-        order, specs = self.order(self.lengths[0]), [spec for stages in scenario.stages for spec in stages]
-        self.kinds = {step.action.kind for step in order.steps}
+        specs = [spec for stages in scenario.stages for spec in stages]
+        self.kinds = {action.kind for step in self.steps(self.lengths[0]) for action in step.actions}
         self.streams = {(spec.index, kind): self.stages.streams(spec, kind) for spec in specs for kind in self.kinds}
         self.durations = {action: self.stages.seconds(streams) for action, streams in self.streams.items()}
 
-    def order(self, num_microbatches: int) -> Order:
-        """The order of the actions of so many microbatches."""
+    def steps(self, num_microbatches: int) -> tuple[Step, ...]:
+        """The actions of so many microbatches."""
         shape = replace(self.shape, num_microbatches=num_microbatches)
-        return order_of(self.scenario.config.parallel.pipeline_schedule, shape)
+        return steps_of(self.scenario.config.parallel.pipeline_schedule, shape)
 
     def step_time(self) -> StepTime:
         """The parts of the time of the rank that ends last."""
         lengths, runs = self.lengths, [self.run(length) for length in self.lengths]
-        run, number = runs[0], self.shape.num_microbatches
-        ends = [self.data_parallel(run, rank) for rank in range(self.shape.num_ranks)]
-        slowest = max(range(self.shape.num_ranks), key=lambda rank: run.finish[rank] + ends[rank].exposed)
-        total = run.finish[slowest] + ends[slowest].exposed + (number - lengths[0]) * self.per_microbatch(runs)
+        run, number, ranks = runs[0], self.shape.num_microbatches, range(self.shape.num_ranks)
+        ends = [max(run.finish[rank], self.reduced_at(run, rank)) for rank in ranks]
+        slowest = max(ranks, key=lambda rank: ends[rank])
+        total = ends[slowest] + (number - lengths[0]) * self.per_microbatch(runs)
         actions = self.actions(slowest)
         spent = Streams()
         for action in actions:
@@ -163,15 +151,15 @@ class StepClock:
         compute, host = number * spent.compute, number * (sum(self.durations[each] for each in actions) - spent.seconds)
         exposed["ep"] -= run.hidden[slowest] + (number - lengths[0]) * self.hidden_s(runs)[slowest]
         exposed["pp"] = run.waits[slowest] * number / lengths[0]
-        exposed["dp"] += ends[slowest].exposed
+        exposed["dp"] += ends[slowest] - run.finish[slowest]
         bubble = max(0.0, total - compute - host - sum(exposed.values()))
-        exposed["dp"] += max(end.gathers for end in ends)
+        exposed["dp"] += max(map(self.gathers_s, ranks))
         return StepTime(
             self.scenario,
             compute=compute,
             exposed={group: seconds for group, seconds in exposed.items() if seconds > 0},
             bubble=bubble,
-            optimizer=max(end.update for end in ends),
+            optimizer=max(map(self.update_s, ranks)),
             data=self.stages.lost_s,
             host=host,
             pp_rank=slowest,
@@ -200,25 +188,23 @@ class StepClock:
 
     def run(self, num_microbatches: int) -> Run:
         """Run the schedule; every rank runs its actions in order, each as soon as its input is there."""
-        order, shape = self.order(num_microbatches), self.shape
-        transfer = self.transfer_s if shape.num_ranks > 1 else 0.0
-        blocked = 0.0 if self.scenario.engine.p2p_overlap or shape.num_stages_per_rank > 1 else transfer
-        finish, waits, hidden = ([0.0] * shape.num_ranks for _ in range(3))
-        starts, ends = [0.0] * len(order.steps), [0.0] * len(order.steps)
-        for place, (rank, (kind, stage, _), needs, receives, sends, turn) in enumerate(order.steps):
-            start = finish[rank]
-            if receives:
-                start = max(start, ends[needs] + transfer - blocked) + blocked
-            if turn == 1 and order.steps[place + 1].receives:  # both wait for the inputs of both
-                start = max(start, ends[order.steps[place + 1].needs] + transfer)
-            starts[place], ends[place] = start, start + self.durations[stage, kind]
-            if turn == 2:  # and are complete at the end
-                seconds = self._hidden(order.steps[place - 1].action.stage, stage)
-                ends[place] = ends[place - 1] = ends[place] - seconds
-                hidden[rank] += seconds
-            finish[rank] = ends[place] + blocked * sends
-            waits[rank] += blocked * (sends + receives)
-        return Run(order, starts, ends, finish, waits, hidden)
+        steps, num_ranks = self.steps(num_microbatches), self.shape.num_ranks
+        transfer = self.transfer_s if num_ranks > 1 else 0.0
+        blocked = 0.0 if self.scenario.engine.p2p_overlap or self.shape.num_stages_per_rank > 1 else transfer
+        finish, waits, hidden = ([0.0] * num_ranks for _ in range(3))
+        starts, ends = [0.0] * len(steps), [0.0] * len(steps)
+        for place, (rank, actions, received, num_sent) in enumerate(steps):
+            start = max([finish[rank], *(ends[other] + transfer - blocked for other in received)])
+            starts[place] = start = start + blocked * len(received)
+            seconds = sum(self.durations[stage, kind] for kind, stage, _ in actions)
+            if len(actions) > 1:
+                together = self._hidden(*(stage for _, stage, _ in actions))
+                hidden[rank] += together
+                seconds -= together
+            ends[place] = start + seconds
+            finish[rank] = ends[place] + blocked * num_sent
+            waits[rank] += blocked * (num_sent + len(received))
+        return Run(steps, starts, ends, finish, waits, hidden)
 
     @cached_property
     def _hidden(self) -> Callable[[int, int], float]:
@@ -236,61 +222,67 @@ class StepClock:
         num_bytes = layers.outside * layers.width
         return collective_s(self.gpu, "p2p", num_bytes=num_bytes, ranks=self.scenario.ranks("pp")[:2])
 
-    def data_parallel(self, run: Run, rank: int) -> DataParallel:
-        """Reductions of gradients, the update and gathers of parameters of one pipeline rank."""
-        scenario, stages, engine = self.scenario, self.stages, self.scenario.engine
-        numel, (reductions, end) = stages.numel(scenario.stages[rank]), self._reductions(run, rank)
+    def update_s(self, rank: int) -> float:
+        """Seconds of the update of a pipeline rank."""
+        stages, engine, optim = self.stages, self.scenario.engine, self.scenario.config.optim
+        numel = stages.numel(self.scenario.stages[rank])
         updated = numel.dense / stages.shards[0] + numel.expert / stages.shards[1]
-        update = memory_s(self.gpu, engine.optimizer_bytes * updated) + UPDATE_LAUNCHES * engine.launch_s
-        if scenario.config.optim.optimizer_cpu_offload:
-            on_host = updated * host_fraction(scenario.config.optim)
-            copied = on_host * (stages.precision.main_grads.itemsize + stages.precision.params.itemsize)
-            update += copied / self.gpu.host_bandwidth + on_host * engine.optimizer_bytes / HOST_UPDATE
-        gathers = 0.0
-        if stages.strategy in ("optim", "optim_grads") and stages.shards[0] > 1:
-            gathers = stages.collective_s("all_gather", numel, itemsize=stages.precision.params.itemsize)
-            gathers = engine.gather_factor * gathers + numel.tensors * stages.shards[0] * engine.gather_copy_s
-            if stages.overlaps("params"):
-                number = max(1, round(sum(numel[:2]) / self._bucket_numel))
-                first = sum(self.durations[spec.index, ActionKind.forward] for spec in scenario.stages[rank])
-                gathers = max(gathers / number, gathers - first)
-        return DataParallel(max(0.0, end - run.finish[rank]), gathers, update, reductions)
+        seconds = memory_s(self.gpu, engine.optimizer_bytes * updated) + UPDATE_LAUNCHES * engine.launch_s
+        if not optim.optimizer_cpu_offload:
+            return seconds
+        on_host = updated * host_fraction(optim)
+        copied = on_host * (stages.precision.main_grads.itemsize + stages.precision.params.itemsize)
+        return seconds + copied / self.gpu.host_bandwidth + on_host * engine.optimizer_bytes / HOST_UPDATE
 
-    @property
-    def _bucket_numel(self) -> int:
+    def gathers_s(self, rank: int) -> float:
+        """Seconds of the gathers of updated parameters that the forward of a pipeline rank waits for."""
+        stages, engine = self.stages, self.scenario.engine
+        if stages.strategy not in ("optim", "optim_grads") or stages.shards[0] == 1:
+            return 0.0
+        numel = stages.numel(self.scenario.stages[rank])
+        seconds = stages.collective_s("all_gather", numel, itemsize=stages.precision.params.itemsize)
+        seconds = engine.gather_factor * seconds + numel.tensors * stages.shards[0] * engine.gather_copy_s
+        if not stages.overlaps("params"):
+            return seconds
+        first = sum(self.durations[spec.index, ActionKind.forward] for spec in self.scenario.stages[rank])
+        return max(seconds / self._num_buckets(numel), seconds - first)
+
+    def _num_buckets(self, numel: Numel) -> int:
         size = self.scenario.engine.bucket_numel or self.scenario.config.parallel.ddp_bucket_size
-        return size or max(MIN_BUCKET, BUCKET_PER_RANK * self.stages.shards[0])
+        size = size or max(MIN_BUCKET, BUCKET_PER_RANK * self.stages.shards[0])
+        return max(1, round((numel.dense + numel.expert) / size))
 
-    def _reductions(self, run: Run, rank: int) -> tuple[float, float]:
-        """Seconds of the reductions of one rank, and their end; from the last backward of each of its stages on.
+    def reduced_at(self, run: Run, rank: int) -> float:
+        """When the reductions of one rank end, which begin at the last backward of each of its stages.
 
         Gradients that are sharded were reduce-scattered in each backward; what is left is the sum over the replicas.
         """
-        stages, engine = self.stages, self.scenario.engine
-        scatters = stages.strategy == "optim" and not engine.zero_all_reduces
-        is_scattered = stages.strategy in ("optim_grads", "optim_grads_params")
-        last, total, end, itemsize = run.order.last_backwards, 0.0, 0.0, stages.precision.grads.itemsize
+        stages, itemsize, last = self.stages, self.stages.precision.grads.itemsize, run.last_backwards
+        operation = {"no_shard": "all_reduce", "optim": "reduce_scatter"}.get(stages.strategy)
+        end = 0.0
         for spec in sorted(self.scenario.stages[rank], key=lambda spec: last[spec.index]):
             numel, place = stages.numel([spec]), last[spec.index]
-            number = max(1, round(sum(numel[:2]) / self._bucket_numel))
+            number = self._num_buckets(numel)
             bucket = Numel(numel.dense // number, numel.expert // number, 0)
-            operation = "reduce_scatter" if scatters else "all_reduce"
-            seconds = 0.0 if is_scattered else stages.collective_s(operation, bucket, itemsize=itemsize)
             shard = Numel(bucket.dense // stages.shards[0], bucket.expert // stages.shards[1], 0)
+            seconds = stages.collective_s(operation, bucket, itemsize=itemsize) if operation else 0.0
             seconds += stages.collective_s("all_reduce", shard, itemsize=itemsize, level="replicate")
             for index in range(number if seconds else 0):
                 ready = run.starts[place] + (run.ends[place] - run.starts[place]) * (index + 1) / number
                 end = max(ready if stages.overlaps("grads") else run.finish[rank], end) + seconds
-            total += number * seconds
-        return total, end
+        return end
 
     def timeline(self) -> Timeline:
         """The actions of the first microbatches, or of all if they are few; an average forward takes 1."""
         run = self.run(self.lengths[0])
         forwards = [seconds for (_, kind), seconds in self.durations.items() if kind is ActionKind.forward]
         ranks, unit = [list[Span]() for _ in run.finish], mean(forwards)
-        for step, start, end in zip(run.order.steps, run.starts, run.ends, strict=True):
-            ranks[step.rank].append(Span(step.action, start / unit, end / unit, end / unit))
+        for step, start, end in zip(run.steps, run.starts, run.ends, strict=True):
+            seconds = [self.durations[stage, kind] for kind, stage, _ in step.actions]
+            shares = ((end - start) * each / sum(seconds) for each in seconds)
+            bounds = pairwise(accumulate(shares, initial=start))
+            for action, (first, last) in zip(step.actions, bounds, strict=True):
+                ranks[step.rank].append(Span(action, first / unit, last / unit, end / unit))
         return Timeline(tuple(map(tuple, ranks)))
 
 
@@ -306,36 +298,28 @@ def simulated(shape: PipelineShape) -> list[int]:
 
 
 @lru_cache(maxsize=256)
-def order_of(name: str, shape: PipelineShape) -> Order:
-    """The order of a schedule.
+def steps_of(name: str, shape: PipelineShape) -> tuple[Step, ...]:
+    """The actions of all ranks in an order in which they can run.
 
     Args:
         name: schedule.
         shape: its arguments.
     """
-    schedule, last = build_schedule(name, shape), shape.num_stages - 1
+    schedule = build_schedule(name, shape)
     steps: list[Step] = []
-    inputs: dict[Action, int] = {}  # places of the actions of other stages whose results they take
+    places: dict[Action, int] = {}  # of the steps of actions
     following = [deque(schedule.steps(rank)) for rank in range(shape.num_ranks)]
-
-    def is_ready(action: Action) -> bool:
-        kind, stage, _ = action
-        has_input = stage > 0 if kind is ActionKind.forward else kind.has_dgrad and stage < last
-        return not has_input or action in inputs
-
     while any(following):
         for rank, further in enumerate(following):
             while further:
-                actions = (further[0],) if isinstance(further[0], Action) else further[0]
-                if not all(map(is_ready, actions)):
+                actions = (further[0],) if isinstance(further[0], Action) else tuple(further[0])
+                needed = [each for action in actions for each in schedule.dependencies_of(action)]
+                if any(each not in places for each in needed):
                     break
                 further.popleft()
-                for turn, action in enumerate(actions, start=len(actions) - 1):
-                    needs, consumer = inputs.get(action, -1), schedule.consumer_of(action)
-                    sends = consumer is not None and schedule.rank_of_stage[consumer.stage] != rank
-                    receives = needs >= 0 and steps[needs].rank != rank
-                    if consumer is not None:
-                        inputs[consumer] = len(steps)
-                    steps.append(Step(rank, action, needs, receives, sends, turn))
-    last_backwards = {step.action.stage: place for place, step in enumerate(steps) if step.action.kind.has_wgrad}
-    return Order(tuple(steps), last_backwards)
+                received = [places[each] for each in needed if schedule.rank_of_stage[each.stage] != rank]
+                consumers = [each for each in map(schedule.consumer_of, actions) if each is not None]
+                num_sent = sum(schedule.rank_of_stage[each.stage] != rank for each in consumers)
+                places |= dict.fromkeys(actions, len(steps))
+                steps.append(Step(rank, actions, tuple(received), num_sent))
+    return tuple(steps)

@@ -11,7 +11,7 @@ from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule
 from nanotrain.parallel.pp.simulate import Costs, simulate
 from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.scenario import scenario_of
-from nanotrain.planner.step_time import StepClock, order_of, predict_step
+from nanotrain.planner.step_time import StepClock, predict_step, steps_of
 from tests.planner.scenarios import llama
 
 
@@ -44,7 +44,8 @@ def test_the_clock_agrees_with_the_simulator_of_schedules(name: str) -> None:
     clock = equal_stages(StepClock(llama(4, pp=4, v=v, gbs=8, pipeline_schedule=name)))
     expected = simulate(build_schedule(name, shape), costs=Costs(1, 2, 1, 0)).duration
     assert clock.run(8).duration == pytest.approx(expected)
-    assert len(order_of(name, shape).steps) == sum(map(len, build_schedule(name, shape).actions))
+    num_actions = sum(len(step.actions) for step in steps_of(name, shape))
+    assert num_actions == sum(map(len, build_schedule(name, shape).actions))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,8 @@ def test_instances_sum_their_gradient_shards_once_per_step(strategy: str) -> Non
         StepClock(llama(512, strategy=strategy, gbs=2048, num_distributed_optimizer_instances=number))
         for number in (1, 64)
     )
-    reductions = [clock.data_parallel(clock.run(clock.shape.num_microbatches), 0).reductions for clock in clocks]
+    runs = [(clock, clock.run(clock.shape.num_microbatches)) for clock in clocks]
+    reductions = [max(0.0, clock.reduced_at(run, 0) - run.duration) for clock, run in runs]
     assert reductions[1] > reductions[0]
     assert (reductions[0] == 0) == (strategy == "optim_grads_params")
 
@@ -162,5 +164,8 @@ def test_pairs_end_together_on_the_clock() -> None:
     run, longer, more = map(clock.run, (40, 56, 72))
     steady, later = clock.hidden_s([run, longer])[3], clock.hidden_s([longer, more])[3]
     assert steady == pytest.approx(later) and steady > run.hidden[3] / 40  # none in warmup and cooldown
-    pairs = [place for place, step in enumerate(run.order.steps) if step.turn == 2]
-    assert pairs and all(run.ends[place] == run.ends[place - 1] for place in pairs)
+    pairs = [step for step in run.steps if len(step.actions) == 2]
+    assert pairs and all(len(step.received) + step.num_sent > 0 for step in pairs)
+    drawn = [span for of_rank in clock.timeline().spans for span in of_rank]
+    num_pairs = sum(len(step.actions) == 2 for step in clock.steps(clock.lengths[0]))
+    assert sum(span.end < 0.999 * span.complete for span in drawn) == num_pairs
