@@ -5,7 +5,7 @@ other areas.
 """
 
 from dataclasses import dataclass, replace
-from math import lcm, log
+from math import lcm, log, sqrt
 from typing import Literal, Self
 
 from nanotrain.config.layer_kinds import (
@@ -48,6 +48,16 @@ class MLAConfig:
     qk_pos_emb_head_dim: int = option(64, "rotary channels of a query/key head", check=at_least(1))
     v_head_dim: int = option(128, "channels of a value head", check=at_least(1))
     compressed_norm_epsilon: float | None = option(None, "MLA: norm_epsilon of the norms of compressed queries, keys and values; unset: as in the others", check=above(0))
+    scale_lora: bool = option(False, "MLA: multiply the normalized compressed queries, and keys and values, by sqrt(hidden_size / their width) (LongCat-Flash)", name="mla_scale_lora")
+
+    def lora_scales(self, hidden_size: int) -> tuple[float, float]:
+        """The factors on compressed queries, and on compressed keys and values.
+
+        >>> MLAConfig(q_lora_rank=64, kv_lora_rank=16, scale_lora=True).lora_scales(256)
+        (2.0, 4.0)
+        """
+        ranks = (self.q_lora_rank or hidden_size, self.kv_lora_rank) if self.scale_lora else (hidden_size, hidden_size)
+        return sqrt(hidden_size / ranks[0]), sqrt(hidden_size / ranks[1])
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ tensor-parallel region; query_up, kv_up and output are sharded by heads. Only co
 
 DeepSeek-V2 (2024), section 2.1. Rotary channel i is paired with i + R/2 as everywhere here (rope.py). DeepSeek's files
 pair neighbours; permuting the rows of query_up and kv_down that produce rotary channels converts one into the other.
+With `scale_lora` the outputs of both norms have the variance of hidden states (LongCat-Flash, section 2.3).
 
     B batch   S sequence   H hidden   N heads   C width of the compressed keys and values
 """
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from nanotrain.config.model import ModelConfig
 from nanotrain.model.attention import LayerScores
 from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext, ModelParallel, TokenCache
-from nanotrain.model.norm import build_norm
+from nanotrain.model.norm import build_norm, build_scale
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import Rotary, apply_rotary, scale_query
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
@@ -72,7 +73,10 @@ class MultiLatentAttention(nn.Module):
         self.kv_up = sharded(*params.linear("kv_up"))
         self.output = RowParallelLinear(*params.linear("output"), tensor_parallel=parallel.tp)
         self.dropout = HiddenDropout(model_config.hidden_dropout, layer, DropoutPlace.attention, parallel.tp)
-        self.softmax_mscale = 1.0 if model_config.yarn is None else model_config.yarn.softmax_mscale
+        query_scale, key_value_scale = shape.mla.lora_scales(shape.hidden_size)
+        # the core attention has the factor of the width of a head alone, not that of YaRN
+        mscale = 1.0 if model_config.yarn is None else model_config.yarn.softmax_mscale
+        self.query_scale, self.key_value_scale = build_scale(query_scale * mscale), build_scale(key_value_scale)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
@@ -83,7 +87,7 @@ class MultiLatentAttention(nn.Module):
             query = self.query_latent_norm(query)
         attend = self.attend(hidden, query, context=context)
         scores = self.scores(context, sink=None, device=query.device)
-        compressed_kv = self.kv_latent_norm(compressed_kv)
+        compressed_kv = self.key_value_scale(self.kv_latent_norm(compressed_kv))
         query, key, value = self.up_project(query, compressed_kv, shared_key=shared_key, rotary=rotary)
         mask = context.masks[int(self.has_window)]  # torch 2.11 does not trace a bool as an index
         attended = attend(query, key=key, value=value, mask=mask, scores=scores)
@@ -116,9 +120,7 @@ class MultiLatentAttention(nn.Module):
         key_value = self.kv_up(compressed_kv)
         query = rearrange(query, "b s (n d) -> b s n d", d=sum(self.query_sizes))
         key_value = rearrange(key_value, "b s (n d) -> b s n d", d=sum(self.key_value_sizes))
-        if self.softmax_mscale != 1.0:  # YaRN; the core attention divides by the root of the head's width alone
-            query = query * self.softmax_mscale
-        query_nope, query_rope = query.split(self.query_sizes, dim=-1)
+        query_nope, query_rope = self.query_scale(query).split(self.query_sizes, dim=-1)
         key_nope, value = key_value.split(self.key_value_sizes, dim=-1)
         query = scale_query(torch.cat((query_nope, apply_rotary(query_rope, rotary)), dim=-1), rotary)
         key_rope = apply_rotary(self.tensor_parallel.enter(shared_key)[:, :, None], rotary)

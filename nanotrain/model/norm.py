@@ -2,6 +2,7 @@
 
     build_norm   the norm that a configuration names
     build_post_norm   that of an output of attention or MLP, or a factor in its place
+    build_scale   a constant factor
     LayerNorm, RMSNorm
     build_head_norm, WideRMSNorm   norms of queries and keys
 
@@ -152,6 +153,11 @@ def build_post_norm(model_config: ModelConfig, params: Parameters, *, half: str)
     factor *= model_config.mlp_output_multiplier if half == "mlp" else 1.0
     if declared:
         return build_norm(model_config, declared)
+    return build_scale(factor)
+
+
+def build_scale(factor: float) -> nn.Module:
+    """A constant factor; the identity where it is 1."""
     return nn.Identity() if factor == 1.0 else Scale(factor)
 
 

@@ -32,6 +32,7 @@ DIRECT = {name: value for name, value in DEEPSEEK.items() if not name.startswith
     "normalization": "LayerNorm",
     "untie_embeddings_and_output_weights": False,
     "compressed_norm_epsilon": 1e-2,
+    "mla_scale_lora": True,
 }
 MODELS = {"deepseek": DEEPSEEK, "direct": DIRECT}
 

@@ -10,6 +10,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3Config,
     DeepseekV3RotaryEmbedding,
 )
+from transformers.models.longcat_flash.configuration_longcat_flash import LongcatFlashConfig
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashMLA
 
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.config.load import load_config
@@ -40,10 +42,12 @@ LATENT = replace(
     multi_latent_attention=True,
     mla=MLAConfig(q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6),
 )
+SCALED = replace(LATENT, mla=replace(LATENT.mla, scale_lora=True))
 DIRECT = replace(LATENT, mla=replace(LATENT.mla, q_lora_rank=None))
 SHAPES = {
     "latent": LATENT,
     "direct": DIRECT,
+    "scaled": SCALED,
     "wide values": replace(LATENT, mla=replace(LATENT.mla, v_head_dim=14)),
     "biased norms": replace(LATENT, normalization="LayerNorm"),
 }
@@ -126,10 +130,12 @@ def neighbours_apart(model: ModelConfig, name: str, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("pairs_neighbours", [False, True])
-@pytest.mark.parametrize("model", [LATENT, DIRECT], ids=["latent", "direct"])
-def test_it_is_the_attention_of_deepseek_v3(model: ModelConfig, pairs_neighbours: bool) -> None:
+@pytest.mark.parametrize("model", [LATENT, DIRECT, SCALED], ids=["latent", "direct", "longcat"])
+def test_it_is_the_attention_of_deepseek_v3_and_longcat(model: ModelConfig, pairs_neighbours: bool) -> None:
     # Given transformers' layer with random weights, and ours with the same ones in our order,
-    config = DeepseekV3Config(
+    is_scaled = model.mla.scale_lora
+    pairs_neighbours |= is_scaled  # always in LongCat-Flash
+    config = (LongcatFlashConfig if is_scaled else DeepseekV3Config)(
         hidden_size=H,
         num_attention_heads=N,
         num_key_value_heads=N,
@@ -137,11 +143,14 @@ def test_it_is_the_attention_of_deepseek_v3(model: ModelConfig, pairs_neighbours
         kv_lora_rank=model.mla.kv_lora_rank,
         qk_nope_head_dim=model.mla.qk_head_dim,
         qk_rope_head_dim=model.mla.qk_pos_emb_head_dim,
+        head_dim=model.mla.qk_pos_emb_head_dim,
+        rope_parameters={"rope_type": "default", "rope_theta": model.rotary_base},
         v_head_dim=model.mla.v_head_dim,
         rope_interleave=pairs_neighbours,
         attn_implementation="eager",
     )
-    theirs, ours = DeepseekV3Attention(config, layer_idx=0), full_layer(model)
+    theirs = (LongcatFlashMLA if is_scaled else DeepseekV3Attention)(config, layer_idx=0)
+    ours = full_layer(model)
     for name, parameter in ours.named_parameters():
         layer = name.removesuffix(".weight")
         source = theirs.get_submodule(THEIRS[layer]).weight
