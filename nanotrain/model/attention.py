@@ -59,7 +59,7 @@ class Attention(nn.Module):
         self.value = column(*params.linear("value"), rows=value_rows if is_replicated else None)
         self.gate = column(*params.linear("gate")) if shape.has_output_gate else None
         self.projections = (self.query, self.key, self.value) + (() if self.gate is None else (self.gate,))
-        head_norm = partial(build_head_norm, model_config, group=parallel.tp.group)
+        head_norm = partial(build_head_norm, model_config, group=parallel.tp.group, is_l2=shape.qk_l2_norm)
         self.query_norm = head_norm(params.submodule("query_norm"), heads=query_rows)
         self.key_norm = head_norm(params.submodule("key_norm"), heads=key_rows)
         self.norm_is_last = model_config.qk_layernorm_after_rope

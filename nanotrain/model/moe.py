@@ -61,7 +61,7 @@ class MoELayer(nn.Module):
         assert moe is not None, "a dense layer has no experts"
         self._tp = single if parallel.sequence.size == 1 else parallel.tp.group
         self._split = single if parallel.tp.sequence_parallel else self._tp
-        self.router = Router(moe, params, parallel=parallel)
+        self.router, self.weights_inputs = Router(moe, params, parallel=parallel), moe.apply_probs_on_input
         options = replace(
             parallel.dispatch, may_drop=moe.expert_capacity_factor is not None, recompute=parallel.recompute
         )
@@ -91,7 +91,11 @@ class MoELayer(nn.Module):
         """[B, S, H] -> [B, S, H]."""
         local = split_along(hidden, self._split, dim=_SEQUENCE)
         routing = self.router(local, context, positions=partial(self._positions, local, context))
-        finish = self.dispatcher(self.fc1_latent_proj(local).flatten(0, 1), routing, kept=context.dispatch_splits)
+        tokens = self.fc1_latent_proj(local).flatten(0, 1)
+        if self.weights_inputs:  # of one expert, so a token is scaled before it is sent
+            tokens = (tokens * routing.topk_weights).to(tokens.dtype)
+            routing = replace(routing, topk_weights=torch.ones_like(routing.topk_weights))
+        finish = self.dispatcher(tokens, routing, kept=context.dispatch_splits)
         shared = None if self.shared is None else self.shared(hidden, context)  # while tokens travel
         if shared is not None and self.shared_gate is not None:  # a factor of each token, the same on every tp rank
             shared = self.shared_gate.fprop(hidden).sigmoid() * shared

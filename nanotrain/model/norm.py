@@ -113,7 +113,9 @@ class WideRMSNorm(nn.Module):
         return (x32 * scale * (weight + 1 if self.is_offset else weight)).to(x.dtype).view_as(x)
 
 
-def build_head_norm(model_config: ModelConfig, params: Parameters, *, heads: slice, group: Group) -> nn.Module:
+def build_head_norm(
+    model_config: ModelConfig, params: Parameters, *, heads: slice, group: Group, is_l2: bool = False
+) -> nn.Module:
     """The norm of queries or keys [B, S, local heads, D]; the identity where none is declared.
 
     Args:
@@ -121,7 +123,10 @@ def build_head_norm(model_config: ModelConfig, params: Parameters, *, heads: sli
         params: weight [D], or [all heads * D]; the bias [D] of a LayerNorm.
         heads: channels of this rank, as a range of the weight over all heads.
         group: ranks over which the heads are sharded.
+        is_l2: whether it is an RMSNorm without weights per head.
     """
+    if is_l2:
+        return RMSNorm(None, eps=model_config.norm_epsilon)
     if not model_config.qk_layernorm:
         return nn.Identity()
     if not model_config.qk_layernorm_across_heads:

@@ -116,7 +116,7 @@ class LayerBytes(RankSizes):
         query = shape.num_heads * shape.head_dim // self.tp
         key = max(1, shape.query_groups // self.tp) * shape.head_dim
         hidden, tokens = shape.hidden_size, self.tokens * self.itemsize
-        copies = 1 + (shape.has_qk_norm and self.is_megatron)  # before and after the norms
+        copies = 1 + ((shape.has_qk_norm or shape.qk_l2_norm) and self.is_megatron)  # before and after the norms
         inputs = tokens * ((query + key) * copies + key)
         return [
             self.linear(hidden, query + 2 * key, saved=normed),

@@ -130,7 +130,7 @@ class Layers(RankSizes):
         passes = 2 if self.engine.fused else 6
         if self.config.model.has_rope:
             parts.append(self.memory("rope", passes * rotated, backward=passes * rotated, launches=(passes, passes)))
-        if shape.has_qk_norm or shape.has_wide_qk_norm:
+        if shape.has_qk_norm or shape.has_wide_qk_norm or shape.of_layer(layer).qk_l2_norm:
             parts.append(self.memory("qk_norm", 2 * rotated, backward=3 * rotated, launches=(2, 4)))
         return [*parts, self.core_attention(layer, (heads, groups))]
 

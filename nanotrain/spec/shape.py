@@ -31,6 +31,7 @@ class ModelShape:
     normalization: Normalization  # norms have a weight, a weight and a bias (LayerNorm), or nothing (L2Norm)
     has_qk_norm: bool  # a norm per query and key head, of the kind of the others
     has_wide_qk_norm: bool  # one RMSNorm over all query heads and one over all key heads
+    qk_l2_norm: bool  # an RMSNorm without weights per query and key head, in layers with rotary positions
     norm_placement: NormPlacement  # of the inputs of attention and MLP, of their outputs, or both
     norm_init: float  # initial value of norm weights
     has_sink: bool  # a learned score per query head that every query attends to
@@ -94,11 +95,12 @@ class ModelShape:
         return self.mixers[index], self.mlps[index]
 
     def of_layer(self, layer: int) -> Self:
-        """The shape with the key/value heads and sinks of a layer, by its index in the model."""
+        """The shape with the key/value heads, sinks and norms of heads of a layer, by its index in the model."""
         has_window = self.has_window(layer)
         has_sink = self.has_sink and (has_window or not self.sinks_in_windows_only)
         groups = self.window_query_groups if has_window else None
-        return replace(self, query_groups=groups or self.query_groups, has_sink=has_sink)
+        has_l2 = self.qk_l2_norm and self.has_rope(layer)
+        return replace(self, query_groups=groups or self.query_groups, has_sink=has_sink, qk_l2_norm=has_l2)
 
     def norms_of(self, layer: int) -> tuple[bool, bool]:
         """Whether a layer, by its index in the model, has norms of inputs of attention and MLP, and of outputs."""

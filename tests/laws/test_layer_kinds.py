@@ -101,6 +101,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "mtp_num_layers": 1,
         "attention_dropout": 0.2,
     },
+    "norms of heads by layer, weighted inputs of experts": EXPERTS
+    | {
+        "num_layers": 4,
+        "no_rope_freq": "[0,1]*2",
+        "qk_l2_norm": True,
+        "moe_layer_freq": "[0,1]*2",
+        "moe_router_topk": 1,
+        "moe_router_score_function": "sigmoid",
+        "moe_apply_probs_on_input": True,
+        "moe_shared_expert_intermediate_size": 24,
+        "hidden_dropout": 0.1,
+    },
     "half layers, gated delta net": EXPERTS
     | {
         "num_layers": 4,

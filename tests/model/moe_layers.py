@@ -47,7 +47,18 @@ GELU = replace(
     add_bias_linear=True,
     moe=replace(DROPLESS.moe, ffn_hidden_size=22, z_loss_coeff=0.2),  # 22: the looped kernel
 )
-MODELS = {"dropless": DROPLESS, "capacity": CAPACITY, "deepseek": DEEPSEEK, "gelu": GELU}
+LLAMA4 = replace(
+    DROPLESS,
+    moe=replace(
+        DROPLESS.moe,
+        router_topk=1,
+        router_score_function="sigmoid",
+        apply_probs_on_input=True,
+        aux_loss_coeff=[0.4],
+        expert_capacity_factor=1.5,
+    ),
+)
+MODELS = {"dropless": DROPLESS, "capacity": CAPACITY, "deepseek": DEEPSEEK, "gelu": GELU, "llama4": LLAMA4}
 
 # No token is routed to these: with ep=4 the second rank gets none.
 IDLE_EXPERTS = (2, 3)

@@ -1,7 +1,10 @@
 """The mixture-of-experts layer gives the same on any number of ranks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.kernels.grouped import LoopedMM
@@ -12,6 +15,7 @@ from tests.harness import run_ranks
 from tests.model.moe_layers import (
     DEEPSEEK,
     IDLE_EXPERTS,
+    LLAMA4,
     MODELS,
     B,
     H,
@@ -88,6 +92,17 @@ def test_an_expert_without_tokens_gets_zero_gradient_and_the_others_do_not():
     for name in ("experts.gate.weight", "experts.up.weight", "experts.down.weight"):
         is_idle = (outcome.grads[name] == 0).all(dim=(1, 2))
         assert is_idle.nonzero().flatten().tolist() == list(IDLE_EXPERTS)
+
+
+def test_the_input_of_an_expert_is_weighted_and_its_output_is_not():
+    moe = replace(LLAMA4.moe, expert_capacity_factor=None)
+    layer, x = build_full(replace(LLAMA4, moe=moe)), random(B, S, H, seed=7)
+    weights = dict(layer.named_parameters())
+    probs, ids = (x @ weights["router.weight"].T).sigmoid().max(dim=-1, keepdim=True)
+    gate, up, down = (weights[f"experts.{name}.weight"][ids[..., 0]] for name in ("gate", "up", "down"))
+    scaled = (probs * x)[..., None]
+    expected = down @ (F.silu(gate @ scaled) * (up @ scaled))
+    close(layer(x, LayerContext()), expected[..., 0])
 
 
 def test_kernels_agree(monkeypatch):

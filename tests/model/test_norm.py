@@ -63,6 +63,10 @@ def test_norms_of_heads_are_of_the_kind_of_the_others(kind: Normalization) -> No
     model_config = replace(model_config, qk_layernorm=kind != "L2Norm")
     absent = build_head_norm(model_config, params.submodule("key_norm"), heads=slice(0, 24), group=tp)
     assert isinstance(absent, nn.Identity)
+    l2_norm = build_head_norm(
+        replace(model_config, qk_layernorm=False), Parameters({}), heads=slice(0, 24), group=tp, is_l2=True
+    )
+    assert torch.equal(l2_norm(heads), norm_of("L2Norm", 8, eps=1e-3, dtype=torch.float64)(heads))
 
 
 @pytest.mark.parametrize("is_offset", [False, True])

@@ -68,7 +68,8 @@ def attention_bytes(rank: RankSizes, layer: int, *, modules: Collection[str]) ->
     """The inputs of the norms of queries and keys, and the core attention."""
     shape = rank.shape.of_layer(layer)
     heads, groups = shape.num_heads // rank.tp, max(1, shape.query_groups // rank.tp)
-    normed = (heads + groups) * (shape.head_dim * rank.itemsize + FP32) if shape.has_qk_norm else 0
+    has_norms = shape.has_qk_norm or shape.qk_l2_norm
+    normed = (heads + groups) * (shape.head_dim * rank.itemsize + FP32) if has_norms else 0
     normed += (heads + groups) * shape.head_dim * 2 * FP32 if shape.has_wide_qk_norm else 0
     # the sigmoid of the gate, and its product with the output
     gated = 2 * heads * shape.value_head_dim * rank.itemsize if shape.has_output_gate else 0

@@ -93,6 +93,9 @@ def test_what_fits_together_breaks_no_rule(keys):
         (EXPERTS | {"moe_layer_freq": "[1]*5"}, "for each of 4 layers, and this has 5 values"),
         (EXPERTS | {"moe_layer_freq": "some"}, "moe_layer_freq is 'some'"),
         (EXPERTS | {"moe_router_topk": 9}, "a token cannot be sent to 9 of 8 experts"),
+        (EXPERTS | {"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input with moe_router_topk 2"),
+        ({"qk_l2_norm": True, "qk_layernorm": True}, "qk_l2_norm with qk_layernorm"),
+        ({"qk_l2_norm": True, "qk_clip": True}, "qk_clip with qk_l2_norm"),
         (EXPERTS | {"moe_router_topk": 1}, "the router would get no gradient; set --moe-router-pre-softmax"),
         (
             EXPERTS | {"moe_router_load_balancing_type": "none aux_loss", "moe_aux_loss_coeff": "0.1 0"},

@@ -26,6 +26,10 @@ SHARED = f"{MOE} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-ga
 SINKS = f"{LLAMA} --softmax-type learnable --activation quick_geglu --activation-func-clamp-value 7"
 OLMO = f"{LLAMA} --qk-layernorm --qk-layernorm-across-heads --norm-placement post"
 OLMO_HYBRID = f"{OLMO} --num-layers 2 --linear-attention-freq 2 --linear-num-key-heads 2 --linear-norm-placement pre"
+LLAMA4 = (
+    f"{LLAMA} --qk-l2-norm --num-experts 4 --moe-router-topk 1 --moe-router-score-function sigmoid "
+    "--moe-apply-probs-on-input --moe-ffn-hidden-size 48 --moe-shared-expert-intermediate-size 48"
+)
 PACKED = f"{LLAMA} --reset-attention-mask"
 DELTA = "--linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16 --linear-attention-type"
 DSA = (
@@ -45,6 +49,7 @@ MODELS = {
     "nanochat": f"{LLAMA} --qk-layernorm --normalization L2Norm --squared-relu",
     "apertus": f"{LLAMA} --qk-layernorm --activation xielu",
     "sinks": SINKS,
+    "llama4": LLAMA4,
     "packed documents": PACKED,
     "narrow values": f"{LLAMA} --value-channels 8",
     "math": f"{LLAMA} --attention-backend unfused",
