@@ -13,12 +13,13 @@ has an adapter of its own, so a group with g ranks per node has g of them in eac
 NCCL chooses by the same kind of estimate (src/graph/tuning.cc: steps inside and between nodes, each with a latency).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from math import exp, log, log2
 from typing import NamedTuple
 
-from nanotrain.planner.hardware import GPU, Link, gpus
+from nanotrain.planner.hardware import GPU, gpus
 from nanotrain.planner.kernels import interpolate, tables
 
 LAUNCH_S = 6e-6  # of a collective across nodes, before its first step
@@ -34,7 +35,6 @@ class Placement(NamedTuple):
     size: int  # ranks
     num_nodes: int  # nodes that hold them
     per_node: int  # most ranks in one node
-    same_rail: bool  # ranks have the same index in their nodes, and the nodes share leaf switches
 
 
 def collective_s(gpu: GPU, operation: str, *, num_bytes: float, ranks: Sequence[int]) -> float:
@@ -57,25 +57,21 @@ def placement(gpu: GPU, ranks: Sequence[int]) -> Placement:
 
     >>> from nanotrain.planner.hardware import gpu_of
     >>> placement(gpu_of("h100"), range(0, 64, 4))
-    Placement(size=16, num_nodes=8, per_node=2, same_rail=False)
+    Placement(size=16, num_nodes=8, per_node=2)
     """
-    counts: dict[int, int] = {}
-    for rank in ranks:
-        counts[rank // gpu.gpus_per_node] = counts.get(rank // gpu.gpus_per_node, 0) + 1
-    near = max(counts) // gpu.nodes_per_rail == min(counts) // gpu.nodes_per_rail
-    same_rail = near and len({rank % gpu.gpus_per_node for rank in ranks}) == 1
-    return Placement(len(ranks), len(counts), max(counts.values()), same_rail)
+    counts = Counter(rank // gpu.gpus_per_node for rank in ranks)
+    return Placement(len(ranks), len(counts), max(counts.values()))
 
 
 @lru_cache(maxsize=1 << 16)
 def _collective_s(gpu: GPU, operation: str, *, num_bytes: float, place: Placement) -> float:
     if place.num_nodes == 1:
         return _inside_s(gpu, operation, num_bytes=num_bytes, size=place.size)
-    link = gpu.rail if place.same_rail else gpu.spine
+    link = gpu.network
     if operation == "p2p":
         return LAUNCH_S + link.latency + num_bytes / (link.bandwidth * gpu.network_efficiency)
     if operation == "all_to_all":
-        return _all_to_all_s(gpu, link, num_bytes=num_bytes, place=place)
+        return _all_to_all_s(gpu, num_bytes=num_bytes, place=place)
     bandwidth = min(place.per_node * link.bandwidth * gpu.network_efficiency, _inside_bandwidth(gpu, place.per_node))
     rounds = 2 if operation == "all_reduce" else 1
     wire_s = rounds * num_bytes * (place.size - 1) / place.size / bandwidth
@@ -91,15 +87,15 @@ def _collective_s(gpu: GPU, operation: str, *, num_bytes: float, place: Placemen
     )
 
 
-def _all_to_all_s(gpu: GPU, link: Link, *, num_bytes: float, place: Placement) -> float:
+def _all_to_all_s(gpu: GPU, *, num_bytes: float, place: Placement) -> float:
     """Messages to other nodes pass the rank's own adapter, the others NVLink, at the same time."""
     outside = place.size - place.per_node
-    across = num_bytes * outside / place.size / (link.bandwidth * gpu.network_efficiency)
+    across = num_bytes * outside / place.size / (gpu.network.bandwidth * gpu.network_efficiency)
     inside = 0.0
     if place.per_node > 1:
         share = num_bytes * place.per_node / place.size
         inside = _inside_s(gpu, "all_to_all", num_bytes=share, size=place.per_node)
-    return LAUNCH_S + link.latency + outside * MESSAGE_S + max(across, inside)
+    return LAUNCH_S + gpu.network.latency + outside * MESSAGE_S + max(across, inside)
 
 
 def _inside_s(gpu: GPU, operation: str, *, num_bytes: float, size: int) -> float:

@@ -1,8 +1,7 @@
 """GPUs and the links between them: rows of data/gpus.yaml.
 
-GPU.node    inside an NVLink domain (NVLink, Infinity Fabric, PCIe)
-   .rail    between the GPUs of the same index of nodes that share leaf switches
-   .spine   between all others
+GPU.node     inside an NVLink domain (NVLink, Infinity Fabric, PCIe)
+   .network  between nodes
 
 Bandwidths are per GPU and direction. Sizes are bytes, times are seconds.
 """
@@ -50,10 +49,8 @@ class GPU:
     memory_efficiency: float  # share of it that operators without reuse reach
     host_bandwidth: float  # bytes/s to or from the memory of its host
     gpus_per_node: int  # of an NVLink domain
-    nodes_per_rail: int  # nodes whose GPUs of equal index share leaf switches
     node: Link
-    rail: Link
-    spine: Link
+    network: Link
     network_efficiency: float  # share of the network's bandwidth that collectives reach
     kernels: str  # GPU whose measured kernels shape the efficiencies
     collectives: str  # GPU whose measured collectives shape those inside a node
@@ -87,7 +84,7 @@ def gpus() -> dict[str, GPU]:
 def _gpu(name: str, **row: Any) -> GPU:
     row = {"kernels": name} | row
     row = {"collectives": row["kernels"]} | row
-    row |= {level: Link(*map(float, row[level])) for level in ("node", "rail", "spine")}
+    row |= {level: Link(*map(float, row[level])) for level in ("node", "network")}
     peaks = {dtype: float(tflops) * 1e12 for dtype, tflops in row.pop("peak_tflops").items()}
     peaks |= {"fp8_block": peaks["fp8"]} if "fp8" in peaks else {}
     shares = {"fp8_block": row["reachable"].get("fp8")} | row["reachable"]
@@ -99,12 +96,10 @@ def _gpu(name: str, **row: Any) -> GPU:
 @cache
 def as_calibrated(gpu: GPU) -> GPU:
     """The GPU whose operators and collectives take as long as on the machine that was measured."""
-    compute, network = gpu.calibration.compute, gpu.calibration.network
-    node, rail, spine = (
-        Link(link.bandwidth / network, link.latency * network) for link in (gpu.node, gpu.rail, gpu.spine)
-    )
+    compute, slower = gpu.calibration.compute, gpu.calibration.network
+    node, network = (Link(link.bandwidth / slower, link.latency * slower) for link in (gpu.node, gpu.network))
     peaks, bandwidth = {dtype: peak / compute for dtype, peak in gpu.peak_flops.items()}, gpu.memory_bandwidth / compute
-    return replace(gpu, peak_flops=peaks, memory_bandwidth=bandwidth, node=node, rail=rail, spine=spine)
+    return replace(gpu, peak_flops=peaks, memory_bandwidth=bandwidth, node=node, network=network)
 
 
 def gpu_of(name: str) -> GPU:

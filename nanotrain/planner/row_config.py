@@ -180,12 +180,10 @@ def _with_flags(row: Row) -> Config:
 @cache
 def _of_flags(words: tuple[str, ...], flags: str) -> tuple[Config, str]:
     """The configuration of flags without their hyphens, and the mistakes in them."""
-    # A list is written as name=[a b c]; its further values are no flags.
-    argv, is_list = ["--megatron-defaults"], False
-    for word in (*flags.split(), *words):
-        name, _, value = word.partition("=[")
-        argv += [word.rstrip("]")] if is_list else [f"--{name}", value.rstrip("]")] if value else [f"--{word}"]
-        is_list = (is_list or bool(value)) and not word.endswith("]")
+    argv = ["--megatron-defaults"]
+    for word in re.findall(r"\S+=\[[^]]*\]|\S+", " ".join([flags, *words])):  # a list is written as name=[a b c]
+        name, _, values = word.partition("=[")
+        argv += [f"--{name}", *values.rstrip("]").split()]
     errors = ErrorCollector()
     config = compose_line(parse(argv), errors=errors).config
     if config.parallel.num_virtual_stages_per_pipeline_rank > 1:

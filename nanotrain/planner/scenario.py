@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from itertools import pairwise
-from math import ceil
 from typing import Any
 
 from nanotrain.config.config import Config
@@ -17,9 +16,9 @@ from nanotrain.config.suggest import nearest_choice
 from nanotrain.errors import ConfigError
 from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.planner.hardware import GPU, Link, as_calibrated, read_data
-from nanotrain.spec.counts import num_active_parameters
+from nanotrain.spec.counts import layer_weights
 from nanotrain.spec.shape import ModelShape
-from nanotrain.spec.stages import StageSpec, even_shares, stages_of_lengths
+from nanotrain.spec.stages import StageSpec, balanced_lengths, stages_of_lengths
 from nanotrain.topology.groups import GroupName
 from nanotrain.topology.topology import Topology
 from nanotrain.train.plans.plan import check_names, stage_specs
@@ -121,9 +120,9 @@ class Scenario:
         ends = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
         has_layout = parallel.pipeline_model_parallel_layout or any(ends) or any(parallel.counted_ends)
         if self.engine.splits_by_weights and num_ranks > 1:
-            specs = stages_of_lengths(_lengths_by_weights(self.shape, num_ranks))
+            specs = stages_of_lengths(_lengths_by_weights(layer_weights(self.shape), num_ranks))
         elif self.engine.needs_layout and not has_layout and self.shape.num_layers % len(specs):
-            specs = stages_of_lengths(_balanced_lengths(self.shape, len(specs)))
+            specs = stages_of_lengths(balanced_lengths(layer_weights(self.shape), len(specs)))
         return tuple(tuple(specs[i] for i in parallel.stages_of(rank)) for rank in range(num_ranks))
 
     @cached_property
@@ -141,29 +140,14 @@ def _ranks(topology: Topology, name: GroupName) -> Sequence[int]:
 
 @cache
 def _with_link(gpu: GPU, link: tuple[float, float]) -> GPU:
-    return replace(gpu, rail=Link(*link), spine=Link(*link), network_efficiency=1.0)
+    return replace(gpu, network=Link(*link), network_efficiency=1.0)
 
 
-def _lengths_by_weights(shape: ModelShape, num_ranks: int) -> list[int]:
+def _lengths_by_weights(weights: Sequence[int], num_ranks: int) -> list[int]:
     """Layers of every rank; a rank gets layers until they exceed its share of the weights (nanotron, build_model)."""
-    layer = 2 * shape.hidden_size * (shape.num_heads + shape.query_groups) * shape.head_dim
-    layer += (2 + shape.is_gated) * shape.hidden_size * shape.ffn_size
-    total = shape.num_layers * layer + shape.vocab_size * shape.hidden_size
-    ends = [min(shape.num_layers, total * (rank + 1) // num_ranks // layer + 1) for rank in range(num_ranks)]
+    shares = (sum(weights) * (rank + 1) // num_ranks // weights[0] for rank in range(num_ranks))
+    ends = [min(len(weights), share + 1) for share in shares]
     return [end - start for start, end in pairwise([0, *ends])]
-
-
-def _balanced_lengths(shape: ModelShape, num_stages: int) -> list[int]:
-    """Layers of every stage; the last one has fewer, since it has the head and multi-token prediction too."""
-    head, further = shape.vocab_size * shape.hidden_size, shape.num_mtp_layers
-    layer = (num_active_parameters(shape) - (2 - shape.is_tied) * head) / (shape.num_layers + further)
-    at_end = (1 + further) * head / layer + further
-    others = num_stages - 1
-    last = min(
-        range(shape.num_layers // num_stages + 1),
-        key=lambda length: max(ceil((shape.num_layers - length) / others), length + at_end),
-    )
-    return [*even_shares(shape.num_layers - last, others), last]
 
 
 @cache

@@ -148,7 +148,8 @@ class StepClock:
         for action in actions:
             spent.add(self.streams[action])
         exposed = defaultdict(float, {group: number * seconds for group, seconds in spent.exposed.items()})
-        compute, host = number * spent.compute, number * (sum(self.durations[each] for each in actions) - spent.seconds)
+        compute = number * spent.compute
+        host = max(0.0, number * (sum(self.durations[each] for each in actions) - spent.seconds))
         exposed["ep"] -= run.hidden[slowest] + (number - lengths[0]) * self.hidden_s(runs)[slowest]
         exposed["pp"] = run.waits[slowest] * number / lengths[0]
         exposed["dp"] += ends[slowest] - run.finish[slowest]

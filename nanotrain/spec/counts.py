@@ -59,20 +59,22 @@ def flops_per_token(shape: ModelShape, seq_length: int) -> int:
 
 
 def layer_weights(shape: ModelShape) -> tuple[int, ...]:
-    """Weights that a token is multiplied with in every layer, those of the head added to the last one.
+    """Weights that a token is multiplied with in every layer; the last one has those of what follows the layers too.
 
     >>> from nanotrain.config.config import ModelConfig
     >>> layer_weights(ModelShape.of(ModelConfig(hidden_size=8, num_layers=2, vocab_size=10)))
     (1792, 1872)
     """
+    layers = range(shape.num_layers + shape.num_mtp_layers)
     of_kinds = {
         shape.kinds(index): sum(
             _active(spec, shape) for spec in layer(Declaration(shape, "fp32"), index) if _is_multiplied(spec, shape)
         )
-        for index in {shape.kinds(index): index for index in range(shape.num_layers)}.values()
+        for index in {shape.kinds(index): index for index in layers}.values()
     }
-    *others, last = (of_kinds[shape.kinds(index)] for index in range(shape.num_layers))
-    return (*others, last + shape.vocab_size * shape.hidden_size)
+    weights = [of_kinds[shape.kinds(index)] for index in layers]
+    further = (1 + shape.num_mtp_layers) * shape.vocab_size * shape.hidden_size  # every prediction uses the head
+    return (*weights[: shape.num_layers - 1], sum(weights[shape.num_layers - 1 :]) + further)
 
 
 def _unpadded(shape: ModelShape) -> tuple[ParamSpec, ...]:

@@ -27,7 +27,7 @@ def test_more_bytes_take_longer(operation: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize(("level", "ranks"), [("node", range(2)), ("rail", range(0, 16, 8)), ("spine", (0, 9))])
+@pytest.mark.parametrize(("level", "ranks"), [("node", range(2)), ("network", (0, 9))])
 def test_a_faster_link_is_faster(operation: str, level: str, ranks: range) -> None:
     gpu = gpu_of("h100")
     link = getattr(gpu, level)
@@ -38,10 +38,9 @@ def test_a_faster_link_is_faster(operation: str, level: str, ranks: range) -> No
 
 def test_places_of_groups() -> None:
     h100 = gpu_of("h100")
-    assert placement(h100, range(8)) == Placement(8, 1, 8, False)
-    assert placement(h100, range(3, 64, 8)) == Placement(8, 8, 1, True)
-    assert placement(h100, range(0, 512, 8)) == Placement(64, 64, 1, False)  # two scalable units
-    assert placement(h100, (0, 1, 8, 9)) == Placement(4, 2, 2, False)
+    assert placement(h100, range(8)) == Placement(8, 1, 8)
+    assert placement(h100, range(3, 64, 8)) == Placement(8, 8, 1)
+    assert placement(h100, (0, 1, 8, 9)) == Placement(4, 2, 2)
     assert placement(gpu_of("gb200"), range(64)).num_nodes == 1
 
 

@@ -40,7 +40,7 @@ def test_every_row_is_complete_and_plausible() -> None:
         assert set(gpu.reachable) == set(gpu.peak_flops)
         assert all(0.3 < share < 1 for share in gpu.reachable.values())
         assert gpu.memory_bytes < 310e9 and gpu.memory_bandwidth < 10e12
-        assert gpu.rail.bandwidth <= gpu.node.bandwidth and gpu.rail.latency <= gpu.spine.latency
+        assert gpu.network.bandwidth <= gpu.node.bandwidth and gpu.node.latency <= gpu.network.latency
         assert gpu.kernels in gpus() and gpu.collectives in gpus()
 
 

@@ -69,7 +69,7 @@ def test_the_parts_add_up_to_the_total(values: dict[str, object]) -> None:
     assert 0.05 < time.mfu < 0.75
 
 
-@pytest.mark.parametrize("field", ["memory_bandwidth", "node", "spine"])
+@pytest.mark.parametrize("field", ["memory_bandwidth", "node", "network"])
 def test_more_bandwidth_is_never_slower(field: str) -> None:
     slow = llama(64, tp=2, pp=2, gbs=128, strategy="optim")
     value = getattr(slow.gpu, field)
