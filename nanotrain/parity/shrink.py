@@ -131,10 +131,10 @@ def shrink_optim(optim: OptimConfig) -> OptimConfig:
         fields["decoupled_lr"] = LEARNING_RATE * optim.decoupled_lr / optim.lr
     if optim.qk_clip:
         fields["qk_clip_threshold"] = min(optim.qk_clip_threshold, MAX_ATTENTION_LOGIT)
-    is_muon = optim.optimizer == "muon"
-    if (optim.muon_scalar_optimizer if is_muon else optim.optimizer) == "adam":
-        fields["adam_eps"] = max(optim.adam_eps, MIN_ADAM_EPS)
-    if is_muon:  # in bf16 a last bit of a gradient may change an update by some percent
+    rule = "muon_scalar_optimizer" if optim.optimizer == "muon" else "optimizer"
+    if getattr(optim, rule) in ("adam", "lion"):
+        fields |= {rule: "adam", "adam_eps": max(optim.adam_eps, MIN_ADAM_EPS)}
+    if optim.optimizer == "muon":  # in bf16 a last bit of a gradient may change an update by some percent
         fields["muon_fp32_matmul_prec"] = "highest"
     return replace(optim, **fields)
 
@@ -165,6 +165,10 @@ def left_out(config: Config) -> tuple[str, ...]:
         lines += [f"{', '.join(names)}: {reason}"] if names else []
     if config.model.moe is not None and _balances_two_microbatches(config.model.moe):
         lines.append("aux_loss: one rank cannot balance microbatches of a rank and, for global_aux_loss, of all ranks")
+    if "lion" in (config.optim.optimizer, config.optim.muon_scalar_optimizer):
+        lines.append(
+            "lion: its sign of a gradient that is only rounding moves a weight by the learning rate; Adam instead"
+        )
     return tuple(lines)
 
 

@@ -17,7 +17,7 @@ from nanotrain.config.schema import KEYS, flat_values, value_of, with_values
 from nanotrain.errors import ConfigError, TopologyError
 from nanotrain.parallel.cp import CORE_ATTENTIONS
 from nanotrain.parallel.pp.schedules import SCHEDULES
-from nanotrain.parity.shrink import LEFT_OUT, MAX_ATTENTION_LOGIT, divide, left_out, on_one_rank, shrink
+from nanotrain.parity.shrink import LEFT_OUT, MAX_ATTENTION_LOGIT, MIN_ADAM_EPS, divide, left_out, on_one_rank, shrink
 from nanotrain.spec.counts import num_parameters
 from nanotrain.spec.shape import ModelShape
 from nanotrain.topology.topology import Topology
@@ -222,6 +222,14 @@ def test_what_is_left_out_is_named_with_its_reason() -> None:
     names = {line.partition(":")[0] for line in lines}
     assert "params_dtype" in names and "shuffle" in names
     assert any(name.endswith("clip_grad") for name in names)
+
+
+@pytest.mark.parametrize("flags", ["--optimizer lion", "--optimizer muon --muon-scalar-optimizer lion"])
+def test_adam_is_in_place_of_the_sign_of_lion(flags: str) -> None:
+    config = load(["+config=tiny", *flags.split()], to_train=False).config
+    optim = shrink(config, 1, num_steps=1).optim
+    assert "lion" not in (optim.optimizer, optim.muon_scalar_optimizer) and optim.adam_eps >= MIN_ADAM_EPS
+    assert any(line.startswith("lion: ") for line in left_out(config))
 
 
 def test_of_losses_over_two_kinds_of_microbatches_one_is_left_out() -> None:
