@@ -187,7 +187,7 @@ def scenario_of(
         options: further fields of the scenario.
 
     Raises:
-        ConfigError: an unknown engine, or a batch that does not fit the ranks.
+        ConfigError: an unknown engine, stages that it lacks, or a batch that does not fit the ranks.
         TopologyError: a layout that does not fit the ranks.
     """
     check_names(config)
@@ -198,6 +198,9 @@ def scenario_of(
     engine = engine_of(engine) if isinstance(engine, str) else engine
     engine = replace(engine, **_fields(read_data("engines")["on_cpu"])) if gpu.is_cpu else engine
     scenario = Scenario(replace(config, train=train), world_size, gpu, engine, **options)
+    if engine.splits_by_weights and (count := scenario.pipeline.num_stages_per_rank) > 1:
+        what, why = f"{count} virtual stages per pipeline rank with --engine {engine.name}", "it has one per rank"
+        raise ConfigError(what, why=why, fix="leave --num-virtual-stages-per-pipeline-rank and its schedule out")
     assert scenario.pipeline.num_microbatches > 0, "forms the groups and the microbatches, or raises"
     return scenario
 

@@ -50,6 +50,10 @@ def test_wrong_engines_layouts_and_batches_are_one_message() -> None:
         scenario_of(
             configure(vocab_size=1000, global_batch_size=3, micro_batch_size=2, mock_data=True), 1, gpu=gpu_of("h100")
         )
+    virtual = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "global_batch_size": 4}
+    config = configure(vocab_size=1000, num_layers=4, pipeline_schedule="interleaved", mock_data=True, **virtual)
+    with pytest.raises(ConfigError, match="2 virtual stages per pipeline rank with --engine nanotron"):
+        scenario_of(config, 2, gpu=gpu_of("h100"), engine="nanotron")
 
 
 def test_unequal_stages_of_an_engine_that_needs_a_layout_are_balanced() -> None:
