@@ -57,6 +57,6 @@ def attention_share(plan: Plan, card: Card) -> float:
     if attention_kernel(plan, card) != "cudnn" and card.capability >= (9, 0):
         return card.flash_share * (need.head_dim + need.value_head_dim) / (2 * need.head_dim)
     gpu = gpu_of(card.planned_as)
-    call = AttentionShape(batch, heads, kv_heads, length, length, need.head_dim, need.value_head_dim)
+    call = AttentionShape(batch, heads, kv_heads, length, need.head_dim, need.value_head_dim)
     seconds = attention_s(gpu, call) + attention_s(gpu, call, backward=True)
     return 3.5 * attention_work(call)[0] / seconds / gpu.peak("bf16")

@@ -95,7 +95,7 @@ def attention_table(gpu: GPU, table: pd.DataFrame) -> dict[str, object]:
     """The surface of attention's forward pass at one head size."""
     table = table[(table.isl >= SEQUENCES[0]) & (table.latency > 0)]
     shapes = [
-        AttentionShape(row.batch_size, row.num_heads, row.num_key_value_heads, row.isl, row.isl, row.head_dim)
+        AttentionShape(row.batch_size, row.num_heads, row.num_key_value_heads, row.isl, row.head_dim)
         for row in table.itertuples()
     ]
     work = np.array([attention_work(shape) for shape in shapes])

@@ -86,9 +86,7 @@ def _gpu(name: str, **row: Any) -> GPU:
     row = {"collectives": row["kernels"]} | row
     row |= {level: Link(*map(float, row[level])) for level in ("node", "network")}
     peaks = {dtype: float(tflops) * 1e12 for dtype, tflops in row.pop("peak_tflops").items()}
-    peaks |= {"fp8_block": peaks["fp8"]} if "fp8" in peaks else {}
-    shares = {"fp8_block": row["reachable"].get("fp8")} | row["reachable"]
-    reachable = {dtype: shares.get(dtype) or shares["bf16"] for dtype in peaks}
+    reachable = dict.fromkeys(peaks, row["reachable"]["bf16"]) | row["reachable"]
     del row["source"]
     return GPU(**row | {"name": name, "peak_flops": peaks, "reachable": reachable})
 

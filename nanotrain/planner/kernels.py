@@ -35,16 +35,14 @@ STREAMS = 4  # products of experts that run at a time, as in Transformer Engine
 
 
 class AttentionShape(NamedTuple):
-    """Sizes of one call of attention."""
+    """Sizes of one call of causal attention."""
 
     batch: int
     heads: int
     kv_heads: int
-    queries: int
-    keys: int
+    length: int  # of the sequence
     head_dim: int
     value_head_dim: int | None = None  # as head_dim
-    causal: bool = True  # the last query sees all keys
     window: int | None = None  # keys that a query sees at most, its own included
 
 
@@ -97,7 +95,7 @@ def attention_s(gpu: GPU, shape: AttentionShape, *, dtype: str = "bf16", backwar
     axes, surfaces = tables()["grid"], tables()["attention"][gpu.kernels]
     surface = surfaces[min(surfaces, key=lambda size: abs(int(size) - shape.head_dim))]
     heads = shape.batch * shape.heads * (BACKWARD_HEADS if backward else 1)
-    factor = interpolate(surface["values"], (axes["queries"], axes["heads"]), point=(shape.queries, heads))
+    factor = interpolate(surface["values"], (axes["queries"], axes["heads"]), point=(shape.length, heads))
     reference, peak = gpus()[gpu.kernels], gpu.peak(dtype)
     share = surface["flops_per_s"] / reference.peak("bf16") * gpu.reachable["bf16"] / reference.reachable["bf16"]
     seconds = factor * roofline_s(gpu, work, flops_per_s=peak * share)
@@ -121,13 +119,10 @@ def matmul_work(shape: Sequence[int], *, dtype: str, num: int = 1, accumulate: b
 
 def attention_work(shape: AttentionShape) -> tuple[float, float]:
     """FLOPs and bytes of the forward pass."""
-    keys = min(shape.window or shape.keys, shape.keys)
-    pairs = float(shape.queries * keys)
-    if shape.causal:
-        unseen = max(keys - max(shape.keys - shape.queries, 0), 0)  # keys that the first query does not see, and one
-        pairs -= unseen * (unseen - 1) / 2
+    keys = min(shape.window or shape.length, shape.length)
+    pairs = keys * (shape.length - (keys - 1) / 2)
     width = shape.head_dim + (shape.value_head_dim or shape.head_dim)
-    num_bytes = 2.0 * shape.batch * width * (shape.heads * shape.queries + shape.kv_heads * shape.keys)
+    num_bytes = 2.0 * shape.batch * width * shape.length * (shape.heads + shape.kv_heads)
     return 2.0 * shape.batch * shape.heads * pairs * width, num_bytes
 
 

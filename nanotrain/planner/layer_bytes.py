@@ -92,7 +92,7 @@ class LayerBytes(RankSizes):
             known = {"attention": self.attention, "mla": self.mla}
             ops.append(norm)
             for kind in MIXERS[mixer].parts or (mixer,):
-                ops += known[kind](normed) if kind in known else self.declared(kind, layer, normed=normed)
+                ops += known[kind](layer, normed) if kind in known else self.declared(kind, layer, normed=normed)
             ops.append(add)
         if mlp is not None:
             inner = self.experts(normed) if mlp == "moe" else self.mlp(shape.ffn_size, normed)
@@ -110,9 +110,9 @@ class LayerBytes(RankSizes):
         gradients = self.tokens * 2 * outputs * self.itemsize + self.hidden
         return [Op(kept, max(gradients, kind.working_bytes(self)), tuple(local))]
 
-    def attention(self, normed: int) -> list[Op]:
+    def attention(self, layer: int, normed: int) -> list[Op]:
         """Projection of queries, keys and values, core attention, output projection."""
-        shape = self.shape
+        shape = self.shape.of_layer(layer)
         query = shape.num_heads * shape.head_dim // self.tp
         key = max(1, shape.query_groups // self.tp) * shape.head_dim
         hidden, tokens = shape.hidden_size, self.tokens * self.itemsize
@@ -124,7 +124,7 @@ class LayerBytes(RankSizes):
             self.linear(query, hidden, saved=tokens * query),
         ]
 
-    def mla(self, normed: int) -> list[Op]:
+    def mla(self, layer: int, normed: int) -> list[Op]:
         """Down-projections, norms of the compressed vectors, up-projections, core attention, output projection."""
         shape, mla = self.shape, self.shape.mla
         assert mla is not None, "callers check it"

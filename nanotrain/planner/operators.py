@@ -78,7 +78,7 @@ class Layers(RankSizes):
     def mixer(self, kind: str, layer: int) -> Parts:
         """Attention or what is in its place: products by its parameters, joined over a shared input."""
         widths = Counter[tuple[str, str, int]]()
-        for spec in MIXERS[kind].declare(Declaration(self.shape, self.dtype)):
+        for spec in MIXERS[kind].declare(Declaration(self.shape.of_layer(layer), self.dtype)):
             if spec.in_fp8:
                 mode = ("column", "row")[spec.shards[0].dim] if spec.shards else ""
                 name = "mla_up_proj" if spec.name in UP_PROJECTIONS else mode or spec.name.removesuffix(".weight")
@@ -125,7 +125,8 @@ class Layers(RankSizes):
 
     def attention(self, kind: str, layer: int) -> Parts:
         """Rotary positions, norms of queries and keys, core attention."""
-        shape, heads, groups = self.shape, self.shape.num_heads // self.tp, max(1, self.shape.query_groups // self.tp)
+        shape = self.shape.of_layer(layer)
+        heads, groups = shape.num_heads // self.tp, max(1, shape.query_groups // self.tp)
         rotated, parts = self.tokens * (heads + groups) * shape.head_dim * self.itemsize, Parts()
         passes = 2 if self.engine.fused else 6
         if self.config.model.has_rope:
@@ -177,9 +178,8 @@ class Layers(RankSizes):
         shape, train, cp = self.shape, self.config.train, self.cp
         is_split = self.cp_comm_type == "a2a"  # heads instead of the sequence
         local = (max(1, heads[0] // cp), max(1, heads[1] // cp)) if is_split else heads
-        seq = self.config.data.seq_length
         call = AttentionShape(
-            train.micro_batch_size, *local, seq, seq, shape.head_dim, shape.value_head_dim,
+            train.micro_batch_size, *local, self.config.data.seq_length, shape.head_dim, shape.value_head_dim,
             window=shape.window_size if shape.has_window(layer) else None,
         )  # fmt: skip
         share = 1 if is_split else 1 / cp  # every rank has its part of the pairs
@@ -196,9 +196,9 @@ class Layers(RankSizes):
     def _math_attention(self, call: AttentionShape) -> tuple[float, float]:
         """Attention that writes its scores out; forward and backward."""
         batch = call.batch * call.heads
-        shapes = (call.queries, call.keys, call.head_dim), (call.queries, call.head_dim, call.keys)
+        shapes = (call.length, call.length, call.head_dim), (call.length, call.head_dim, call.length)
         product = sum(matmul_s(self.gpu, shape, dtype=self.dtype, num=batch) for shape in shapes)
-        scores = batch * call.queries * call.keys
+        scores = batch * call.length**2
         if call.head_dim * self.itemsize % 16:
             product = max(product, 4.0 * scores * call.head_dim / (UNALIGNED_SHARE * self.gpu.peak(self.dtype)))
         forward, backward = (memory_s(self.gpu, num_bytes * scores) for num_bytes in MATH_BYTES)

@@ -68,13 +68,7 @@ def predict_rows(rows: Iterable[dict[str, str]], *, engine: str | None = None) -
         rows: cells by column.
         engine: name of the engine of all rows; None infers that of each.
     """
-    known: dict[frozenset[tuple[str, str]], RowPrediction] = {}
-    for cells in rows:
-        # what a measurement says about itself, and names, have no influence
-        key = frozenset((name, text) for name, text in cells.items() if name not in ("id", "source", "model", "value"))
-        if key not in known:
-            known[key] = predict_row(cells, engine=engine)
-        yield known[key]._replace(id=cells["id"])
+    return (predict_row(cells, engine=engine) for cells in rows)
 
 
 def predict_row(cells: dict[str, str], *, engine: str | None = None) -> RowPrediction:

@@ -174,15 +174,18 @@ class Space:
         for change in self._single_changes(values):
             new = {**values, **change}
             new["sequence_parallel"] = new["tensor_model_parallel_size"] > 1
-            if new != values and self._is_allowed(change) and (candidate := self.candidate(new)) is not None:
+            is_free = self.kept.keys().isdisjoint(change)
+            if is_free and new != values and (candidate := self.candidate(new)) is not None:
                 yield candidate
 
     def _single_changes(self, values: Values) -> Iterator[Values]:
         """Other settings where they have an effect; sizes twice or half as large."""
         yield from LAYOUTS["recomputed"]
         yield from ({"data_parallel_sharding_strategy": strategy} for strategy in SHARDED)
-        for name in ("tensor_model_parallel_size", "context_parallel_size", "micro_batch_size"):
-            yield from ({name: size} for size in (2 * values[name], values[name] // 2) if size)
+        limits = self.max_tp, max(1, self.config.data.seq_length // MIN_SLICE), inf
+        names = "tensor_model_parallel_size", "context_parallel_size", "micro_batch_size"
+        for name, limit in zip(names, limits, strict=True):
+            yield from ({name: size} for size in (2 * values[name], values[name] // 2) if 0 < size <= limit)
         num_ranks = self.world_size // (values["tensor_model_parallel_size"] * values["pipeline_model_parallel_size"])
         yield from ({"num_distributed_optimizer_instances": max(1, num_ranks // size)} for size in SHARD_RANKS)
         if values["pipeline_model_parallel_size"] > 1:
@@ -205,12 +208,6 @@ class Space:
         memory = memory_of_rank(scenario, 0)
         self.least_bytes = min(self.least_bytes, memory.reserved)
         return None if memory.reserved > self.gpu.memory_bytes else Prediction(scenario, memory, predict_step(scenario))
-
-    def _is_allowed(self, change: Values) -> bool:
-        """Whether a change keeps what the caller has fixed, and the bounds of the sizes."""
-        tp, cp = change.get("tensor_model_parallel_size", 1), change.get("context_parallel_size", 1)
-        is_slice = cp == 1 or self.config.data.seq_length >= cp * MIN_SLICE
-        return self.kept.keys().isdisjoint(change) and tp <= self.max_tp and is_slice
 
     def _sizes(self) -> Iterator[Values]:
         """Layouts of all sizes of tp, cp, pp, ep and the micro-batch that divide the GPUs and the global batch."""

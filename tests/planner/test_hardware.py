@@ -37,7 +37,7 @@ def test_an_unknown_gpu_is_one_error_with_the_nearest() -> None:
 
 def test_every_row_is_complete_and_plausible() -> None:
     for gpu in gpus().values():
-        assert set(gpu.reachable) == set(gpu.peak_flops)
+        assert set(gpu.reachable) == {"bf16", *gpu.peak_flops}  # bf16 scales the measured attention
         assert all(0.3 < share < 1 for share in gpu.reachable.values())
         assert gpu.memory_bytes < 310e9 and gpu.memory_bandwidth < 10e12
         assert gpu.network.bandwidth <= gpu.node.bandwidth and gpu.node.latency <= gpu.network.latency

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from nanotrain.planner.hardware import gpu_of
+from nanotrain.planner.layer_bytes import LayerBytes
+from nanotrain.planner.memory import estimate_memory
 from nanotrain.planner.operators import Layers
 from nanotrain.planner.parts import Streams
 from nanotrain.planner.scenario import engine_of
@@ -162,3 +164,20 @@ def test_heads_of_odd_widths_are_slow_where_scores_are_written_out(backend: str,
         return next(part.forward for part in layers.block(0) if part.name == "core_attn")
 
     assert (seconds(108) > 1.5 * seconds(112)) == is_slow
+
+
+@pytest.mark.parametrize("engine", ["megatron", "nanotrain"])
+def test_layers_with_a_window_have_key_heads_of_their_own(engine: str) -> None:
+    window = {"engine": engine, "tp": 2, "window_size": 1024, "window_attn_skip_freq": "2"}
+    mixed, wide, narrow = (
+        llama(8, **window, num_query_groups=groups, window_query_groups=of_window)
+        for groups, of_window in ((4, 8), (8, None), (4, None))
+    )
+    layers = {mixed.shape.has_window(layer): layer for layer in (0, 1)}
+    for has_window, other in ((True, wide), (False, narrow)):
+        layer = layers[has_window]
+        assert Layers(mixed).block(layer) == Layers(other).block(layer)
+        assert LayerBytes(mixed).block(layer) == LayerBytes(other).block(layer)
+    assert Layers(wide).block(layers[True]) != Layers(narrow).block(layers[True])
+    kept = [estimate_memory(each).activations for each in (narrow, mixed, wide)]
+    assert kept == sorted(kept) and kept[0] < kept[1] < kept[2]
