@@ -36,6 +36,11 @@ from nanotrain.config.schema import (
 from nanotrain.config.translate import megatron_values, translate
 from nanotrain.errors import ConfigError, ErrorCollector
 
+_WRITER: Any = type("_Writer", (getattr(yaml, "CSafeDumper", yaml.SafeDumper),), {})
+# OmegaConf, which reads the files, takes 1e3 for a number: text of this form is written in quotes
+_EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
+_WRITER.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -286,6 +291,5 @@ def yaml_value(value: object) -> str:
 
 def to_yaml(config: Config) -> str:
     """The whole configuration as YAML, itself a valid input: `+config=FILE.yaml`."""
-    from omegaconf import OmegaConf  # its reader takes 1e3 for a number, so its writer must put the quotes
-
-    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+    text: str = yaml.dump(to_dict(config), Dumper=_WRITER, sort_keys=False, allow_unicode=True)
+    return text
