@@ -43,9 +43,9 @@ def test_no_layout_of_the_search_is_slower_than_one_by_hand(result):
 
 def test_settings_of_the_command_line_stay():
     loaded = load([*SMALL, "--tensor-model-parallel-size", "4", "--sequence-parallel"])
-    result = search(loaded.config, 8, gpu=gpu_of("h100"), fixed=loaded.explicit)
+    result = search(loaded.config, 4, gpu=gpu_of("h100"), fixed=loaded.explicit)
     assert {found.scenario.sizes["tp"] for found in result.best} == {4}
-    result = search(load(SMALL).config, 8, gpu=gpu_of("h100"), max_tensor_parallel_size=1)
+    result = search(load(SMALL).config, 4, gpu=gpu_of("h100"), max_tensor_parallel_size=1)
     assert {found.scenario.sizes["tp"] for found in result.best} == {1}
 
 
