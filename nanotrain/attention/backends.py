@@ -75,9 +75,10 @@ class AttentionNeed:
         """The need of a layer of a model in training."""
         model, parallel = config.model, config.parallel
         cp_comm_type = parallel.cp_comm_type if parallel.context_parallel_size > 1 else None
+        is_chunked = model.attention_chunk_size is not None  # chunks are segments, as documents are
         is_wanted = {
-            "documents": config.data.reset_attention_mask,
-            "window": has_window,
+            "documents": config.data.reset_attention_mask or has_window and is_chunked,
+            "window": has_window and not is_chunked,
             "sinks": model.softmax_type != "vanilla" and (has_window or not model.sinks_in_windows_only),
             "softcap": model.attn_logit_softcapping is not None,
             "dropout": model.attention_dropout > 0,

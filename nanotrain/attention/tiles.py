@@ -10,6 +10,7 @@ A query attends to the keys from its first key, which a document or a window bou
        x\            it      its own keys                               x x
 
     Spans            the first key of every query
+    chunk_segments   segments for attention within chunks of positions
     Tile             queries and keys of some samples
     TilePlan         the tiles of one call, and the positions of its queries and keys
     plan_tiles       spans -> tiles (pure)
@@ -57,7 +58,7 @@ class Spans:
 
     first_keys: np.ndarray  # [B or 1, S] int64, ascending along S; one row where it is the same for all samples
     starts: np.ndarray | None = None  # [B or 1, S] int64, of the segments; None for first_keys
-    window: int | None = None  # earlier keys that a query attends to inside its segment; None for all of them
+    window: int | None = None  # earlier keys that a query attends to inside its segment; None if it is all of them
 
     @classmethod
     def of(cls, segment_ids: Tensor | None, *, length: int, window: int | None = None) -> "Spans":
@@ -76,7 +77,25 @@ class Spans:
             ids = np.asarray(segment_ids)  # raises for a tensor on a GPU, which the host would have to wait for
             borders = np.where(ids[:, 1:] != ids[:, :-1], positions[1:], 0)
             starts = np.maximum.accumulate(np.pad(borders, ((0, 0), (1, 0))), axis=1)
-        return cls(starts if window is None else np.maximum(starts, positions - window), starts, window)
+        first_keys = starts if window is None else np.maximum(starts, positions - window)
+        return cls(first_keys, starts, window if (first_keys > starts).any() else None)
+
+
+def first_of_chunks(positions: np.ndarray, starts: np.ndarray, *, size: int) -> np.ndarray:
+    """The first positions of the chunks that positions are in, which begin with those of segments."""
+    return starts + (positions - starts) // size * size
+
+
+def chunk_segments(segment_ids: Tensor | None, *, length: int, size: int | None) -> Tensor | None:
+    """Segment ids [B or 1, S] with a segment for every chunk of `size` positions; None: those of the segments.
+
+    >>> chunk_segments(torch.tensor([[7, 7, 7, 8, 8]]), length=5, size=2).tolist()
+    [[0, 0, 2, 3, 3]]
+    """
+    if size is None:
+        return segment_ids
+    starts = Spans.of(segment_ids, length=length).first_keys
+    return torch.from_numpy(first_of_chunks(np.arange(length), starts, size=size))
 
 
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:

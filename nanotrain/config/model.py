@@ -167,6 +167,8 @@ class ModelConfig:
     qk_layernorm_across_heads: bool = option(False, "qk_layernorm: one norm over all heads together instead of one per head (OLMo 2)")
     qk_layernorm_after_rope: bool = option(False, "qk_layernorm: normalize queries and keys after their rotation (HunYuan)")
     qk_l2_norm: bool = option(False, "normalize each query and key head by an RMSNorm without weights, in layers with rotary positions (Llama 4)")
+    attn_scale: float = option(0.0, "layers without rotary positions: multiply a query by 1 + attn_scale * log(1 + floor((position + 1) / floor_scale)) (Llama 4); 0: none", check=at_least(0))
+    floor_scale: int = option(8192, "layers without rotary positions: positions after which queries have the next factor of attn_scale", check=at_least(1))
     softmax_scale: float | None = option(None, "factor on the attention scores; unset: 1 / sqrt(channels of a head)", check=above(0))
     attn_logit_softcapping: float | None = option(None, "soft-cap attention scores by c * tanh(score / c) (Gemma 2); unset: none", check=above(0))
     softmax_type: SoftmaxType = option("vanilla", "attention sinks: vanilla (none), off-by-one (one more score of 0) or learnable (one per head, gpt-oss)")
@@ -174,6 +176,7 @@ class ModelConfig:
     attention_dropout: float = option(0.0, "share of the attention weights that are dropped in training", check=between(0, 1))
     hidden_dropout: float = option(0.0, "share of the outputs of embedding, attention and MLP that are dropped in training", check=between(0, 1))
     window_size: int | None = option(None, "sliding-window attention: keys before its own that a query attends to, the left number of Megatron-LM's pair; unset: all", check=at_least(0))
+    attention_chunk_size: int | None = option(None, "chunked attention: positions of a chunk, inside of which layers with a window attend in place of a sliding one (Llama 4); unset: none", check=at_least(1))
     window_attn_skip_freq: str = option("0", "layers without the window: N for every Nth layer, 0 for none, or a pattern such as [1]*5+[0] with 0 for each of them")
     untie_embeddings_and_output_weights: bool = option(False, "use separate weights for embedding and head")
     scale_embeddings: bool = option(False, "multiply word embeddings by sqrt(hidden_size) (Gemma)")
@@ -369,7 +372,7 @@ class ModelConfig:
     @property
     def window_layers(self) -> tuple[bool, ...]:
         """Whether each layer attends within a window; a ConfigError for an invalid pattern."""
-        if self.window_size is None:
+        if self.window_size is None and self.attention_chunk_size is None:
             return (False,) * self.num_layers
         return read_window_pattern(self.window_attn_skip_freq, self.num_layers)
 

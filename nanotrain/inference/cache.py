@@ -8,8 +8,8 @@
 While a cache is open, every module with state between tokens has other functions in place of some of its own
 (`TokenCache`). The core attention stores its keys and values and attends to all of them. It is the same core attention
 with more keys than queries, so grouped queries, multi-head latent attention (whose keys and values are stored after the
-up-projection) and windows need no further code, and logits equal those without a cache up to rounding. Layers that read
-tokens in order keep their state; padding is a document of its own.
+up-projection), windows and chunks need no further code, and logits equal those without a cache up to rounding. Layers
+that read tokens in order keep their state; padding is a document of its own.
 
     B prompts   S new tokens   T tokens so far   G key/value heads   D width of a head
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nanotrain.attention.call import AttentionCall
 from nanotrain.attention.sdpa import DenseKernel
-from nanotrain.attention.tiles import Spans
+from nanotrain.attention.tiles import Spans, first_of_chunks
 from nanotrain.model.transformer import Stage
 
 
@@ -41,8 +41,7 @@ class KVCache:
         self._padding = np.array([max(lengths) - length for length in lengths])[:, None]  # [B, 1]
         self._num_read = 0  # T before the forward pass
         self._num_new = 0  # S of the forward pass
-        self._calls: dict[int | None, AttentionCall] = {}  # of this forward pass, by window
-        self._window = stage.model_config.window_size
+        self._calls: dict[bool, AttentionCall] = {}  # of this forward pass, without and with a window
         # modules with state between tokens, and what replaces their functions
         cached: list[Any] = [module for module in stage.modules() if hasattr(module, "cached")]
         self._functions = [(module, module.cached(self)) for module in cached]
@@ -72,19 +71,25 @@ class KVCache:
         self._num_read += self._num_new
         return last
 
-    def call(self, window: int | None, device: torch.device) -> AttentionCall:
+    def call(self, has_window: bool, device: torch.device) -> AttentionCall:
         """New tokens attend to earlier tokens within the window, not to padding; a padding token attends to itself."""
-        if window not in self._calls:
-            queries = np.arange(self._num_read + self._num_new)
-            first_in_window = queries - (len(queries) if window is None else window)
-            first_keys = np.minimum(np.maximum(self._padding, first_in_window), queries)
+        if has_window not in self._calls:
+            model_config, queries, first = (
+                self._stage.model_config,
+                np.arange(self._num_read + self._num_new),
+                self._padding,
+            )
+            if has_window and model_config.window_size is not None:
+                first = np.maximum(first, queries - model_config.window_size)
+            if has_window and model_config.attention_chunk_size is not None:
+                first = first_of_chunks(queries, first, size=model_config.attention_chunk_size)
             new = range(self._num_read, len(queries))
-            self._calls[window] = AttentionCall(DenseKernel(), Spans(first_keys), new, device)
-        return self._calls[window]
+            self._calls[has_window] = AttentionCall(DenseKernel(), Spans(np.minimum(first, queries)), new, device)
+        return self._calls[has_window]
 
     def attend(self, core_attention: Callable[..., Tensor], *, has_window: bool) -> "_CachedAttention":
         """The core attention of a layer, to all tokens so far."""
-        return _CachedAttention(self, core_attention, window=self._window if has_window else None)
+        return _CachedAttention(self, core_attention, has_window=has_window)
 
     def segment_ids(self, device: torch.device, *, before: int) -> Tensor:
         """[B, before + S]: of the new tokens and of those before them, 1, or 0 for padding."""
@@ -103,13 +108,13 @@ class KVCache:
 class _CachedAttention:
     """The core attention of one layer, with the keys and values of all tokens so far."""
 
-    def __init__(self, cache: KVCache, core: Callable[..., Tensor], *, window: int | None) -> None:
-        self._cache, self._core, self._window = cache, core, window
+    def __init__(self, cache: KVCache, core: Callable[..., Tensor], *, has_window: bool) -> None:
+        self._cache, self._core, self._has_window = cache, core, has_window
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
     def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: object, **options: Any) -> Tensor:
         self._keys, keys = self._cache.store(self._keys, key)
         self._values, values = self._cache.store(self._values, value)
-        longer = self._cache.call(self._window, query.device)
+        longer = self._cache.call(self._has_window, query.device)
         return self._core(query, key=keys, value=values, mask=longer, **options)

@@ -46,7 +46,8 @@ class Attention(nn.Module):
         self.scores = LayerScores(model_config, layer=layer, parallel=parallel)
         self.max_logits = self.scores.max_logits
         self.head_dims = (shape.head_dim, shape.head_dim, shape.value_head_dim, shape.value_head_dim)  # as projected
-        self.has_window, self.has_rope = shape.has_window(layer), shape.has_rope(layer)
+        self.has_window = shape.has_window(layer)
+        self.rotary_index = int(self.has_window) if shape.has_rope(layer) else 2
         self.factor = model_config.attention_output_multiplier
         self.core_attention = parallel.core_attention
         query_rows = _rows(shape, shape.num_heads, tensor_parallel=parallel.tp)
@@ -74,8 +75,7 @@ class Attention(nn.Module):
         projected = column_parallel(hidden, self.projections)
         # [B, S, N or G, D or Dv]
         query, key, value, *gates = (x.unflatten(-1, (-1, d)) for x, d in zip(projected, self.head_dims, strict=False))
-        rotary = context.rotary[int(self.has_window)] if self.has_rope else None
-        query, key = self._position(query, key, rotary=rotary)
+        query, key = self._position(query, key, rotary=context.rotary[self.rotary_index])
         if self.query_factor != 1.0:
             query = query * self.query_factor
         scores = self.scores(context, sink=self.softmax_offset, device=query.device)

@@ -163,9 +163,9 @@ class BatchContext:
 class LayerContext:
     """What all layers of a stage share for one microbatch."""
 
-    # of layers without and with a window: cosines and sines of the positions; None without rotary positions
-    rotary: tuple[Rotary | None, Rotary | None] = (None, None)
-    masks: tuple[Any, Any] = (None, None)  # alike, made by `CoreAttention.plan_mask`
+    # of layers without and with a window: cosines and sines of the positions; of layers without them: query factors
+    rotary: tuple[Rotary | None, Rotary | None, Rotary | None] = (None, None, None)
+    masks: tuple[Any, Any] = (None, None)  # of layers without and with a window, made by `CoreAttention.plan_mask`
     segment_ids: Tensor | None = None  # [B, S] of full sequences, on every rank of cp; None without documents
     sequence_positions: Tensor | None = None  # see `BatchContext`
     dropout: DropoutContext | None = None  # None where nothing is dropped

@@ -1,5 +1,5 @@
-"""Rotary position embeddings (RoPE): `inverse_frequencies`, `RotaryTables` (cosines and sines), `apply_rotary`,
-`scale_query`.
+"""Rotary position embeddings (RoPE): `inverse_frequencies`, `RotaryTables` (cosines and sines), `layer_tables`,
+`apply_rotary`, `scale_query`.
 
 R channels of a head are R/2 pairs (x[i], x[i + R/2]), the half-rotation convention of Llama and Hugging Face. Pair i at
 position p is rotated by the angle p * inverse_frequency[i]. The remaining channels stay as they are.
@@ -12,6 +12,7 @@ Su et al. 2021 (RoFormer), section 3.4. For long contexts the scaling of Llama 3
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +22,10 @@ from nanotrain.config.model import ModelConfig, YarnConfig
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosines and sines of the angles, each [S, 1, R/2] or [B, S, 1, R/2], in the dtype of the activations."""
+    """Cosines and sines of the angles, each [S, 1, R/2] or [B, S, 1, R/2], in the dtype of the activations.
+
+    A layer without rotary positions has R = 0 where its queries have factors.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -84,14 +88,20 @@ class RotaryTables:
 
     Args:
         model_config: base and scaling.
-        is_local: whether they are for layers with a window, which may have a base of their own, without scaling.
+        layers: those that they are for: "full"; "window" with a base of their own, without scaling; or "no rope".
     """
 
-    def __init__(self, model_config: ModelConfig, *, is_local: bool = False) -> None:
-        self._inverse_frequencies = inverse_frequencies(model_config, is_local=is_local)
-        is_scaled = not is_local or model_config.rotary_base_local is None
-        self._yarn = model_config.yarn if is_scaled else None
-        self._length = 1.0 if self._yarn is None else self._yarn.rotary_mscale
+    def __init__(self, model_config: ModelConfig, *, layers: Literal["full", "window", "no rope"] = "full") -> None:
+        yarn = model_config.yarn if layers == "full" else None
+        self._inverse_frequencies = inverse_frequencies(model_config, is_local=layers == "window")
+        self._length = 1.0 if yarn is None else yarn.rotary_mscale
+        # the factor of a query by its position: coefficient, positions of a context, those before the first one
+        self._scaling = (0.0, 1, 0)
+        if yarn is not None:
+            self._scaling = (yarn.query_scaling_beta, yarn.original_max_position_embeddings, 0)
+        if layers == "no rope":
+            self._inverse_frequencies = self._inverse_frequencies[:0]
+            self._scaling = (model_config.attn_scale, model_config.floor_scale, 1)
         self._cache: dict[tuple[torch.device, torch.dtype], Rotary] = {}
 
     def at(self, positions: int | Tensor, *, like: Tensor) -> Rotary:
@@ -121,10 +131,23 @@ class RotaryTables:
 
     def _query_scale(self, positions: Tensor, like: Tensor) -> Tensor | None:
         """1 in the original context, and more with every further one."""
-        if self._yarn is None or self._yarn.query_scaling_beta == 0:
+        coefficient, length, offset = self._scaling
+        if coefficient == 0:
             return None
-        contexts = positions[..., None, None] // self._yarn.original_max_position_embeddings
-        return (1 + self._yarn.query_scaling_beta * contexts.float().log1p()).to(like.dtype)
+        contexts = (positions[..., None, None] + offset) // length
+        return (1 + coefficient * contexts.float().log1p()).to(like.dtype)
+
+
+def layer_tables(model_config: ModelConfig) -> tuple[RotaryTables | None, ...]:
+    """The tables of layers; of layers with a window where they have others; of layers without rotary positions."""
+    if not model_config.has_rope:
+        return None, None, None
+    local = RotaryTables(model_config, layers="window") if model_config.rotary_base_local is not None else None
+    return (
+        RotaryTables(model_config),
+        local,
+        RotaryTables(model_config, layers="no rope") if model_config.attn_scale > 0 else None,
+    )
 
 
 def apply_rotary(x: Tensor, rotary: Rotary | None) -> Tensor:
@@ -137,7 +160,7 @@ def apply_rotary(x: Tensor, rotary: Rotary | None) -> Tensor:
     Returns:
         [B, S, N, D], same dtype.
     """
-    if rotary is None:
+    if rotary is None or rotary.cos.shape[-1] == 0:
         return x
     cos, sin, num_pairs = rotary.cos, rotary.sin, rotary.cos.shape[-1]
     low, high, rest = x.split((num_pairs, num_pairs, x.shape[-1] - 2 * num_pairs), dim=-1)

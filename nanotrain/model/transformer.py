@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from nanotrain.attention.tiles import chunk_segments
 from nanotrain.comm.autograd import concat_along
 from nanotrain.config.model import ModelConfig
 from nanotrain.data.batch import Batch
@@ -39,7 +40,7 @@ from nanotrain.model.moe import MoELayer
 from nanotrain.model.mtp import MTPLayer
 from nanotrain.model.norm import RMSNorm, build_norm, build_post_norm
 from nanotrain.model.parameters import Parameters
-from nanotrain.model.rope import RotaryTables
+from nanotrain.model.rope import layer_tables
 from nanotrain.model.short_conv import ShortConv
 from nanotrain.parallel.tp.layers import (
     ColumnParallelLinear,
@@ -266,10 +267,8 @@ class Stage(nn.Module):
             self.mtp[str(depth)] = MTPLayer(model_config, own, block=block, tensor_parallel=parallel.tp, layer=layer)
         # The layers in order; `transform_blocks` may replace them by functions of one or several layers.
         self.layer_functions: list[Callable[..., Tensor]] = list(self.layers.values())
-        self._rotary = RotaryTables(model_config) if model_config.has_rope else None
-        has_local = model_config.has_rope and model_config.rotary_base_local is not None
-        self._window_rotary = RotaryTables(model_config, is_local=True) if has_local else None
-        self._window, self._is_tied = model_config.window_size, not model_config.untie_embeddings_and_output_weights
+        self._rotary, self._is_tied = layer_tables(model_config), not model_config.untie_embeddings_and_output_weights
+        self._window, self._chunk = model_config.window_size, model_config.attention_chunk_size
         registered = [name for name, _ in self.named_parameters()]
         assert registered == [local.spec.name for local in params], "modules register other parameters than declared"
 
@@ -333,13 +332,15 @@ class Stage(nn.Module):
             hidden = self._drop_embedded(self.embedding(batch.tokens, batch.position_ids), dropout)
         assert hidden is not None, "a stage without the embedding needs the hidden states of the previous stage"
         positions = batch.tokens.shape[1] if batch.position_ids is None else batch.position_ids
-        rotary = None if self._rotary is None else self._rotary.at(positions, like=hidden)
-        local = rotary if self._window_rotary is None else self._window_rotary.at(positions, like=hidden)
-        plan_mask = partial(self.parallel.core_attention.plan_mask, batch.segment_ids, tokens=batch.tokens)
-        mask = plan_mask() if False in self._has_windows else None
-        window_mask = plan_mask(window=self._window) if True in self._has_windows else None
+        rotary, local, factors = (None if each is None else each.at(positions, like=hidden) for each in self._rotary)
+        plan_mask = partial(self.parallel.core_attention.plan_mask, tokens=batch.tokens)
+        mask = plan_mask(batch.segment_ids) if False in self._has_windows else None
+        chunks = chunk_segments(
+            batch.segment_ids, length=batch.tokens.shape[1] * self.parallel.cp.size, size=self._chunk
+        )
+        window_mask = plan_mask(chunks, window=self._chunk or self._window) if True in self._has_windows else None
         layer_context = LayerContext(
-            rotary=(rotary, local),
+            rotary=(rotary, local or rotary, factors),
             masks=(mask, window_mask),
             segment_ids=batch.segment_ids,
             sequence_positions=context.sequence_positions,

@@ -197,6 +197,11 @@ def shrink_model(config: Config, seq_length: int, *, num_layers: int) -> ModelCo
         model_config,
         num_layers=num_layers,
         window_size=None if model_config.window_size is None else min(model_config.window_size, seq_length // 3),
+        attention_chunk_size=model_config.attention_chunk_size
+        and min(model_config.attention_chunk_size, seq_length // 3),
+        floor_scale=min(model_config.floor_scale, seq_length // 3)
+        if model_config.attn_scale > 0
+        else model_config.floor_scale,
         window_attn_skip_freq=pattern(model_config.window_attn_skip_freq, model_config.window_layers),
         no_rope_freq=pattern(model_config.no_rope_freq, model_config.no_rope_layers),
         hybrid_layer_pattern=shrink_letters(model_config.hybrid_layer_pattern, num_layers=num_layers),

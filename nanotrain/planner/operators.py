@@ -178,20 +178,27 @@ class Layers(RankSizes):
         shape, train, cp = self.shape, self.config.train, self.cp
         is_split = self.cp_comm_type == "a2a"  # heads instead of the sequence
         local = (max(1, heads[0] // cp), max(1, heads[1] // cp)) if is_split else heads
-        call = AttentionShape(
-            train.micro_batch_size, *local, self.config.data.seq_length, shape.head_dim, shape.value_head_dim,
-            window=shape.window_size if shape.has_window(layer) else None,
-        )  # fmt: skip
+        lengths = shape.attention_lengths(layer, seq_length=self.config.data.seq_length)
+        calls = [
+            AttentionShape(
+                train.micro_batch_size * number, *local, length, shape.head_dim, shape.value_head_dim,
+                window=shape.window_size if shape.has_window(layer) else None,
+            )
+            for number, length in lengths
+        ]  # fmt: skip
         share = 1 if is_split else 1 / cp  # every rank has its part of the pairs
-        if train.attention_backend in ("unfused", "local"):
-            forward, backward = self._math_attention(call)
-        else:
-            dtype = self.dtype if self.dtype in ("bf16", "fp16") else "bf16"
-            times = (attention_s(self.gpu, call, dtype=dtype, backward=each) for each in (False, True))
-            forward, backward = (self.engine.attention_factor * seconds for seconds in times)
-            backward *= CPU_LOW_BACKWARD if self.gpu.is_cpu and self.itemsize == 2 else 1.0
-        flops = attention_work(call)[0] * share
-        return Part("core_attn", forward * share, backward * share, launches=(1, 3, 0), flops=flops)
+        forward, backward = (share * sum(seconds) for seconds in zip(*map(self._attention_s, calls), strict=True))
+        flops = sum(attention_work(call)[0] for call in calls) * share
+        return Part("core_attn", forward, backward, launches=(1, 3, 0), flops=flops)
+
+    def _attention_s(self, call: AttentionShape) -> tuple[float, float]:
+        """Seconds of one call; forward and backward."""
+        if self.config.train.attention_backend in ("unfused", "local"):
+            return self._math_attention(call)
+        dtype = self.dtype if self.dtype in ("bf16", "fp16") else "bf16"
+        times = (attention_s(self.gpu, call, dtype=dtype, backward=each) for each in (False, True))
+        forward, backward = (self.engine.attention_factor * seconds for seconds in times)
+        return forward, backward * (CPU_LOW_BACKWARD if self.gpu.is_cpu and self.itemsize == 2 else 1.0)
 
     def _math_attention(self, call: AttentionShape) -> tuple[float, float]:
         """Attention that writes its scores out; forward and backward."""

@@ -38,6 +38,7 @@ class ModelShape:
     is_tied: bool  # the head reads the word embedding
     init_std: float  # standard deviation of the initial weights
     window_size: int | None = None  # earlier keys that a query attends to, in some layers; None for all
+    attention_chunk_size: int | None = None  # positions of a chunk, to which they attend in place of a window
     window_layers: tuple[bool, ...] = ()  # whether each layer has the window
     window_query_groups: int | None = None  # key/value heads of these layers; None for those of the others
     sinks_in_windows_only: bool = False  # they alone have sinks
@@ -93,6 +94,14 @@ class ModelShape:
             return self.mtp_kinds
         index = self._kind_of(layer)
         return self.mixers[index], self.mlps[index]
+
+    def attention_lengths(self, layer: int, *, seq_length: int) -> tuple[tuple[int, int], ...]:
+        """The sequences within which a layer attends, as numbers and lengths: full chunks, and the last one."""
+        size = self.attention_chunk_size
+        if size is None or size >= seq_length or not self.has_window(layer):
+            return ((1, seq_length),)
+        full, rest = divmod(seq_length, size)
+        return ((full, size), (1, rest)) if rest else ((full, size),)
 
     def of_layer(self, layer: int) -> Self:
         """The shape with the key/value heads, sinks and norms of heads of a layer, by its index in the model."""

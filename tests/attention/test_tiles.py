@@ -18,6 +18,7 @@ from nanotrain.attention.tiles import (
     TilePlan,
     attend_tiles,
     backward_tiles,
+    chunk_segments,
     forward_tiles,
     plan_chunks,
 )
@@ -35,6 +36,16 @@ def covered(plan: TilePlan, batch: int) -> torch.Tensor:
             ones = torch.ones(part.shape[1:], dtype=torch.int64)
             part += ones.tril() if tile.is_causal else ones
     return count
+
+
+@given(st.lists(st.integers(1, 15), max_size=4), st.integers(1, 18))
+def test_chunks_begin_with_segments_and_need_no_window(borders, size):
+    ids = torch.from_numpy(np.searchsorted(np.unique(borders), np.arange(16), side="right"))[None]
+    spans = Spans.of(chunk_segments(ids, length=16, size=size), length=16, window=size)
+    starts = [int((ids[0] == segment).nonzero()[0]) for segment in ids[0]]
+    expected = [start + (position - start) // size * size for position, start in enumerate(starts)]
+    assert spans.first_keys.tolist() == [expected] and spans.window is None
+    assert chunk_segments(ids, length=16, size=None) is ids
 
 
 @given(

@@ -38,6 +38,9 @@ MODELS = {
         position_embedding_type="yarn",
         yarn=YarnConfig(2.0, original_max_position_embeddings=4, query_scaling_beta=0.7),
     ),
+    "chunks, factors of queries": replace(
+        LLAMA, attention_chunk_size=4, window_attn_skip_freq="2", no_rope_freq="2", attn_scale=0.8, floor_scale=3
+    ),
     "learned activation": replace(LLAMA, activation="xielu"),
     "norms without weights": replace(
         QWEN3, normalization="L2Norm", embedding_l2_norm=True, qk_layernorm_after_rope=True

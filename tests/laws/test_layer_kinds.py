@@ -101,10 +101,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "mtp_num_layers": 1,
         "attention_dropout": 0.2,
     },
-    "norms of heads by layer, weighted inputs of experts": EXPERTS
+    "chunks, factors of queries, norms of heads, weighted inputs of experts": EXPERTS
     | {
         "num_layers": 4,
         "no_rope_freq": "[0,1]*2",
+        "window_attn_skip_freq": "[1,0]*2",
+        "attention_chunk_size": 5,
+        "attn_scale": 0.6,
+        "floor_scale": 3,
         "qk_l2_norm": True,
         "moe_layer_freq": "[0,1]*2",
         "moe_router_topk": 1,

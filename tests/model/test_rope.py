@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanotrain.config.model import MLAConfig, ModelConfig, YarnConfig
-from nanotrain.model.rope import Rotary, RotaryTables, apply_rotary, inverse_frequencies, scale_query
+from nanotrain.model.rope import Rotary, RotaryTables, apply_rotary, inverse_frequencies, layer_tables, scale_query
 from tests.model.building import LLAMA, LLAMA3, YARN
 
 
@@ -151,6 +151,18 @@ def test_interleaved_pairs_are_the_same_scores_with_the_channels_in_another_orde
     order = [0, 2, 4, 6, 1, 3, 5, 7, 8, 9, 10, 11]
     ours = scores(*(apply_rotary(x[..., order], rotary) for x in (query, key)))
     assert torch.allclose(ours, scores(interleaved(query), interleaved(key)), atol=1e-12)
+
+
+def test_queries_of_layers_without_rotary_positions_have_the_factors_of_llama4() -> None:
+    model = replace(LLAMA, no_rope_freq="2", attn_scale=0.5, floor_scale=3)
+    query, (full, local, factors) = torch.rand(1, 20, 2, 8), layer_tables(model)
+    table = factors.at(20, like=query)
+    expected = torch.tensor([1 + 0.5 * math.log(1 + (position + 1) // 3) for position in range(20)])
+    torch.testing.assert_close(scale_query(query, table), query * expected[:, None, None])
+    assert apply_rotary(query, table) is query
+    assert local is None and scale_query(query, full.at(20, like=query)) is query
+    assert layer_tables(replace(model, position_embedding_type="none")) == (None, None, None)
+    assert layer_tables(LLAMA)[2] is None
 
 
 def test_queries_of_later_contexts_are_longer() -> None:

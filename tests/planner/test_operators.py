@@ -113,6 +113,19 @@ def test_latent_attention_and_windows() -> None:
     assert window < 0.4 * full
 
 
+def test_chunks_of_attention_are_sequences_of_their_own() -> None:
+    sizes = {"seq_length": 8192, "max_position_embeddings": 8192}
+    chunked = Layers(llama(8, **sizes, attention_chunk_size=3072, window_attn_skip_freq="2"))
+    full, first = (chunked.core_attention(layer, (32, 8)) for layer in (1, 0))
+    shape = chunked.shape
+    assert first.flops / full.flops == pytest.approx((2 * 3072**2 + 2048**2) / 8192**2, rel=1e-3)
+    assert first.forward < 0.5 * full.forward
+    assert [shape.attention_lengths(layer, seq_length=8192) for layer in (0, 1)] == [
+        ((2, 3072), (1, 2048)),
+        ((1, 8192),),
+    ]
+
+
 def test_sparse_attention_is_bound_by_the_scores_of_all_pairs() -> None:
     sparse = {"multi_latent_attention": True, "q_lora_rank": 256, "num_query_groups": None}
     sparse |= {"sparse_attention_type": "dsa", "dsa_indexer_n_heads": 16}

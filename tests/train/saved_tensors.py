@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nanotrain.attention.tiles import chunk_segments
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
@@ -127,9 +128,12 @@ def microbatch(ctx: ParallelContext, words: str) -> Microbatch:
     dtype = Precision.of(config.precision).params
     hidden = torch.randn(*plan.hidden_shape, dtype=dtype, generator=generator, requires_grad=True)
     context = BatchContext.of(Batch.of_tokens(tokens), cp=ctx.group("cp"), aux_loss_scale=1.0)
+    documents, chunk = _documents(config, len(tokens)), plan.config.model.attention_chunk_size
+    plan_mask = partial(stage.parallel.core_attention.plan_mask, tokens=tokens)
+    chunks = chunk_segments(documents, length=config.data.seq_length, size=chunk)
     layer_context = LayerContext(
-        rotary=(None if stage._rotary is None else stage._rotary.at(tokens.shape[1], like=hidden), None),
-        masks=(stage.parallel.core_attention.plan_mask(_documents(config, len(tokens)), tokens=tokens), None),
+        rotary=tuple(None if each is None else each.at(tokens.shape[1], like=hidden) for each in stage._rotary),
+        masks=(plan_mask(documents), plan_mask(chunks, window=chunk)),
         sequence_positions=context.sequence_positions,
         aux_loss_scale=1.0,
     )

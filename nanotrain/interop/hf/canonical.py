@@ -54,7 +54,7 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
         mla = replace(mla, compressed_norm_epsilon=None)
     if linear_sizes is not None and linear_sizes.norm_epsilon == epsilon:
         linear_sizes = replace(linear_sizes, norm_epsilon=None)
-    has_all_windows = model_config.window_size is None or all(windows)
+    has_all_windows = all(windows) or not any(windows)
     pattern = model_config.hybrid_layer_pattern
     return replace(
         model_config,

@@ -87,10 +87,10 @@ def mla_bytes(rank: RankSizes, layer: int, *, modules: Collection[str]) -> int:
 
 def pair_flops(shape: ModelShape, layer: int, *, seq_length: int) -> int:
     """Causal attention: half of the S x S pairs in the scores and in the weighted sum of values, or the window's."""
-    window = seq_length
-    if shape.has_window(layer) and shape.window_size is not None:
-        window = min(shape.window_size, seq_length)
-    pairs = window * (2 * seq_length - window)  # twice their number; S^2 without a window
+    window, pairs = shape.window_size if shape.has_window(layer) else None, 0
+    for number, length in shape.attention_lengths(layer, seq_length=seq_length):
+        seen = length if window is None else min(window, length)
+        pairs += number * seen * (2 * length - seen)  # twice their number; S^2 without a window
     return 3 * shape.num_heads * (shape.head_dim + shape.value_head_dim) * pairs
 
 

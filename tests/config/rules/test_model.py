@@ -96,6 +96,12 @@ def test_what_fits_together_breaks_no_rule(keys):
         (EXPERTS | {"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input with moe_router_topk 2"),
         ({"qk_l2_norm": True, "qk_layernorm": True}, "qk_l2_norm with qk_layernorm"),
         ({"qk_l2_norm": True, "qk_clip": True}, "qk_clip with qk_l2_norm"),
+        (SPARSE | {"attention_chunk_size": 8}, "dsa with attention_chunk_size 8"),
+        ({"window_size": 4, "attention_chunk_size": 8}, "window_size 4 with attention_chunk_size 8"),
+        (
+            {"attention_chunk_size": 8, "window_attn_skip_freq": "1"},
+            "no layer attends within chunks of 8 positions",
+        ),
         (EXPERTS | {"moe_router_topk": 1}, "the router would get no gradient; set --moe-router-pre-softmax"),
         (
             EXPERTS | {"moe_router_load_balancing_type": "none aux_loss", "moe_aux_loss_coeff": "0.1 0"},

@@ -25,6 +25,14 @@ def test_scaled_rows_are_all_rows_of_queries_and_keys(name: str, model: ModelCon
     assert len(declared) == 2 and declared.items() <= rows.items()
 
 
+def test_pairs_are_those_of_the_chunks_where_a_layer_attends_within_them() -> None:
+    shape = ModelShape.of(replace(PLAIN, attention_chunk_size=4, window_attn_skip_freq="[1,0]"))
+    flops = MIXERS["attention"].sequence_flops
+    chunks, full = (flops(shape, layer, seq_length=10) for layer in (0, 1))
+    assert chunks / full == (4**2 + 4**2 + 2**2) / 10**2
+    assert flops(shape, 0, seq_length=3) == flops(shape, 1, seq_length=3)
+
+
 def test_pairs_are_those_of_the_window_where_a_layer_has_one() -> None:
     shape = ModelShape.of(replace(PLAIN, window_size=3, window_attn_skip_freq="[1,0]"))
     pairs = [sum(min(i + 1, limit) for i in range(10)) for limit in (3, 10)]

@@ -27,8 +27,8 @@ SINKS = f"{LLAMA} --softmax-type learnable --activation quick_geglu --activation
 OLMO = f"{LLAMA} --qk-layernorm --qk-layernorm-across-heads --norm-placement post"
 OLMO_HYBRID = f"{OLMO} --num-layers 2 --linear-attention-freq 2 --linear-num-key-heads 2 --linear-norm-placement pre"
 LLAMA4 = (
-    f"{LLAMA} --qk-l2-norm --num-experts 4 --moe-router-topk 1 --moe-router-score-function sigmoid "
-    "--moe-apply-probs-on-input --moe-ffn-hidden-size 48 --moe-shared-expert-intermediate-size 48"
+    f"{LLAMA} --qk-l2-norm --attention-chunk-size 48 --num-experts 4 --moe-router-topk 1 --moe-apply-probs-on-input "
+    "--moe-router-score-function sigmoid --moe-ffn-hidden-size 48 --moe-shared-expert-intermediate-size 96"
 )
 PACKED = f"{LLAMA} --reset-attention-mask"
 DELTA = "--linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16 --linear-attention-type"
