@@ -217,12 +217,10 @@ class LayerBytes(RankSizes):
             ops.append(Op(self.dropout(self.model.hidden_dropout, self.hidden), self.hidden))
         blocks = [self.block(layer) for layer in spec.layers]
         if self.config.memory.recompute_granularity == "full":
-            for group in recomputed_groups(self.config, len(blocks)):
-                inner = [op for index in group for op in blocks[index]]
-                peak = self.peak_of_backward(inner)
-                blocks[group[0]] = [Op(self.hidden, peak.kept + peak.beside - self.hidden)]
-                for index in group[1:]:
-                    blocks[index] = []
+            groups = recomputed_groups(self.config, len(blocks))
+            peaks = [self.peak_of_backward(op for index in group for op in blocks[index]) for group in groups]
+            recomputed = [[Op(self.hidden, peak.kept + peak.beside - self.hidden)] for peak in peaks]
+            blocks = [*recomputed, *blocks[sum(map(len, groups)) :]]
         offloaded = self.config.memory.cpu_offloading_num_layers  # in host memory until their backward
         for index, block in enumerate(blocks):
             ops += [op._replace(saved=0, working=op.working + op.saved) for op in block] if index < offloaded else block

@@ -103,8 +103,6 @@ def _best(cells: dict[str, str], *, engine: str | None) -> tuple[Prediction, lis
     problem: NanotrainError = ConfigError("no micro-batch size divides the batch")
     names = [name for name in CHOICES if row.leaves_open(name)]
     for values in product(*(CHOICES[name] for name in names)):
-        if found and "recompute" in names and values[-1] != "none" and any(each[0].headroom >= 0 for each in found):
-            continue
         chosen = Row(cells | dict(zip(names, values, strict=True)))
         try:
             scenario = scenario_of_row(chosen, engine=engine)

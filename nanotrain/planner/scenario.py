@@ -42,8 +42,9 @@ class Engine:
     overlaps_grads: bool | None = None  # reductions overlap with the last backward; None: as configured
     overlaps_params: bool | None = None  # gathers overlap with the first forward; None: as configured
     overlaps_shared_expert: bool = False  # it is computed while tokens travel to the others
-    splits_by_weights: bool = False  # stages have equal shares of the products' weights, the head included
-    needs_layout: bool = False  # stages of unequal lengths need a layout, which is taken to balance their work
+    # lengths of stages: as configured; balanced where they are unequal, which need a layout there; or by shares of the
+    # weights of products, the head included
+    stages: str = "configured"
     gather_factor: float = 1.0  # time of gathers of updated parameters relative to an all-gather
     gather_copy_s: float = 0.0  # host time per parameter and rank to copy gathered parameters (ZeRO-1)
     attention_factor: float = 1.0  # time of attention relative to the best kernels
@@ -119,9 +120,9 @@ class Scenario:
         specs = stage_specs(parallel, self.shape)
         ends = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
         has_layout = parallel.pipeline_model_parallel_layout or any(ends) or any(parallel.counted_ends)
-        if self.engine.splits_by_weights and num_ranks > 1:
+        if self.engine.stages == "shares" and num_ranks > 1:
             specs = stages_of_lengths(_lengths_by_weights(layer_weights(self.shape), num_ranks))
-        elif self.engine.needs_layout and not has_layout and self.shape.num_layers % len(specs):
+        elif self.engine.stages == "balanced" and not has_layout and self.shape.num_layers % len(specs):
             specs = stages_of_lengths(balanced_lengths(layer_weights(self.shape), len(specs)))
         return tuple(tuple(specs[i] for i in parallel.stages_of(rank)) for rank in range(num_ranks))
 
@@ -198,7 +199,7 @@ def scenario_of(
     engine = engine_of(engine) if isinstance(engine, str) else engine
     engine = replace(engine, **_fields(read_data("engines")["on_cpu"])) if gpu.is_cpu else engine
     scenario = Scenario(replace(config, train=train), world_size, gpu, engine, **options)
-    if engine.splits_by_weights and (count := scenario.pipeline.num_stages_per_rank) > 1:
+    if engine.stages == "shares" and (count := scenario.pipeline.num_stages_per_rank) > 1:
         what, why = f"{count} virtual stages per pipeline rank with --engine {engine.name}", "it has one per rank"
         raise ConfigError(what, why=why, fix="leave --num-virtual-stages-per-pipeline-rank and its schedule out")
     assert scenario.pipeline.num_microbatches > 0, "forms the groups and the microbatches, or raises"

@@ -9,7 +9,6 @@ recomputation, the sharding strategy with the least communication whose first pi
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import islice, product
 from math import inf
 from typing import Any
@@ -72,6 +71,9 @@ def search(
     Raises:
         ConfigError: no layout can be formed, or none fits.
     """
+    if config.train.global_batch_size is None:
+        dp = config.parallel.data_parallel_size(world_size)
+        config = with_values(config, {"train.global_batch_size": global_batch_size(config.train, dp)})
     kept = {KEYS[key].name: value_of(config, key) for key in fixed if key in KEYS}
     max_tp = max_tensor_parallel_size or gpu.gpus_per_node
     space = Space(config, world_size, gpu=gpu, engine=engine, kept=kept, max_tp=max_tp)
@@ -79,7 +81,7 @@ def search(
     if not space.num_formed:
         raise ConfigError(
             f"no layout of {world_size:,} GPUs can be formed",
-            why=f"a global batch of {space.batch_size:,} samples and the fixed settings leave none",
+            why=f"a global batch of {config.train.global_batch_size:,} samples and the fixed settings leave none",
             fix="change the number of GPUs or --global-batch-size, or fix fewer settings",
         )
     candidates = space.improved(candidates)
@@ -137,13 +139,6 @@ class Space:
     kept: Values = field(default_factory=dict)  # settings that stay as they are
     num_formed: int = 0  # layouts so far that the rules allow
     least_bytes: float = inf  # least memory of the first pipeline rank
-
-    @cached_property
-    def batch_size(self) -> int:
-        """The global batch size."""
-        train, parallel = self.config.train, self.config.parallel
-        dp = parallel.data_parallel_size(self.world_size) if train.global_batch_size is None else 1
-        return global_batch_size(train, dp)
 
     def candidates(self) -> Iterator[Prediction]:
         """Layouts of all sizes; for each amount of recomputation the first strategy that may fit."""
@@ -212,6 +207,7 @@ class Space:
     def _sizes(self) -> Iterator[Values]:
         """Layouts of all sizes of tp, cp, pp, ep and the micro-batch that divide the GPUs and the global batch."""
         model, seq_length = self.config.model, self.config.data.seq_length
+        batch_size = self.config.train.global_batch_size or 0
         num_experts, etp = (model.moe.num_experts, 1) if model.moe else (1, None)
         choices: dict[str, Iterable[int]] = {
             "tensor_model_parallel_size": _powers(min(self.max_tp, model.num_attention_heads)),
@@ -223,7 +219,7 @@ class Space:
         choices |= {name: [self.kept[name]] for name in choices if name in self.kept}
         for tp, cp, pp, ep, micro_batch in product(*choices.values()):
             num_ranks, rest = divmod(self.world_size, tp * cp * pp)  # of data parallelism
-            if not rest and num_experts % ep == 0 and self.batch_size % (num_ranks * micro_batch) == 0:
+            if not rest and num_experts % ep == 0 and batch_size % (num_ranks * micro_batch) == 0:
                 sizes = dict(zip(choices, (tp, cp, pp, ep, micro_batch), strict=True))
                 yield {**FIRST, **sizes, "expert_tensor_parallel_size": etp, "sequence_parallel": tp > 1}
 
