@@ -28,28 +28,31 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] =
 Event = tuple[str, bool]  # started or arrived, and whether gradients travel
 
 
+START, FINISH = all_to_all._Trip.start, all_to_all._Trip.finish
+EVENTS: dict[int, list[Event]] = {}  # by rank, each of which is several threads
+
+
 def train_both(ctx: ParallelContext, case: Case) -> tuple[Outcome, Outcome, list[Event]]:
     """Train without and with turns, and the transfers of tokens in the second run."""
-    events: list[Event] = []
-    start, finish = all_to_all._Trip.start, all_to_all._Trip.finish
+    # the forward of the loss writes no gradients of the head in turns, which sums them in another order
+    loss._Buffer.of = lambda *_: None
+    all_to_all._Trip.start, all_to_all._Trip.finish = recorded_start, recorded_finish
+    EVENTS[ctx.rank] = []
+    plain = train_here(ctx, case)
+    EVENTS[ctx.rank] = []
+    return plain, train_here(ctx, case.but(parallel=OVERLAP)), EVENTS[ctx.rank]
 
-    def recorded_start(trip: Any, x: torch.Tensor, *, is_backward: bool = False) -> torch.Tensor:
-        trip.is_backward = is_backward
-        events.append(("started", is_backward))
-        return start(trip, x, is_backward=is_backward)
 
-    def recorded_finish(trip: Any) -> torch.Tensor:
-        output = finish(trip)
-        events.append(("arrived", trip.is_backward))
-        return output
+def recorded_start(trip: Any, x: torch.Tensor, *, is_backward: bool = False) -> torch.Tensor:
+    trip.is_backward = is_backward
+    EVENTS[trip.group.rank].append(("started", is_backward))
+    return START(trip, x, is_backward=is_backward)
 
-    with pytest.MonkeyPatch.context() as patch:
-        # the forward of the loss writes no gradients of the head in turns, which sums them in another order
-        patch.setattr(loss._Buffer, "of", lambda *_: None)
-        plain = train_here(ctx, case)
-        patch.setattr(all_to_all._Trip, "start", recorded_start)
-        patch.setattr(all_to_all._Trip, "finish", recorded_finish)
-        return plain, train_here(ctx, case.but(parallel=OVERLAP)), events
+
+def recorded_finish(trip: Any) -> torch.Tensor:
+    output = FINISH(trip)
+    EVENTS[trip.group.rank].append(("arrived", trip.is_backward))
+    return output
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -62,7 +65,7 @@ def test_turns_change_no_bit_and_hide_transfers_in_one_order_on_all_ranks(name: 
         model=MODEL,
         memory=memory,
     )
-    results = run_ranks(ranks, train_both, case, **sizes, threads=False)
+    results = run_ranks(ranks, train_both, case, **sizes)
     for rank, (plain, overlapped, events) in enumerate(results):
         assert overlapped.losses == plain.losses and overlapped.grad_norms == plain.grad_norms
         assert overlapped.moe == plain.moe, "tokens per expert, whose mean moves the expert bias"
