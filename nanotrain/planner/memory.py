@@ -21,8 +21,7 @@ MIB = 2**20
 
 def estimate_memory(scenario: Scenario) -> MemoryPlan:
     """The memory of the pipeline rank that needs the most."""
-    ranks = _different_ranks(scenario)
-    return max((memory_of_rank(scenario, rank) for rank in ranks), key=lambda plan: plan.total)
+    return max((memory_of_rank(scenario, rank) for rank in _different_ranks(scenario)), key=lambda plan: plan.total)
 
 
 def memory_of_rank(scenario: Scenario, pp_rank: int) -> MemoryPlan:

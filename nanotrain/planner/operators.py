@@ -20,6 +20,7 @@ from nanotrain.planner.scenario import Scenario
 from nanotrain.spec.declaration import ContextRank, Declaration, LayerKind, RankSizes
 from nanotrain.spec.kinds import MIXERS
 from nanotrain.spec.kinds.dsa import BLOCK_SCORES
+from nanotrain.spec.shape import ModelShape
 
 UP_PROJECTIONS = ("query_up.weight", "kv_up.weight")  # of MLA, which are recomputed together
 GRAPH_LAUNCHES = 0.1  # launches that are left with CUDA graphs, which cannot hold the dispatch to experts
@@ -77,8 +78,8 @@ class Layers(RankSizes):
 
     def mixer(self, kind: str, layer: int) -> Parts:
         """Attention or what is in its place: products by its parameters, joined over a shared input."""
-        widths = Counter[tuple[str, str, int]]()
-        for spec in MIXERS[kind].declare(Declaration(self.shape.of_layer(layer), self.dtype)):
+        widths, shape = Counter[tuple[str, str, int]](), self.shape.of_layer(layer)
+        for spec in MIXERS[kind].declare(Declaration(shape, self.dtype)):
             if spec.in_fp8:
                 mode = ("column", "row")[spec.shards[0].dim] if spec.shards else ""
                 name = "mla_up_proj" if spec.name in UP_PROJECTIONS else mode or spec.name.removesuffix(".weight")
@@ -90,7 +91,7 @@ class Layers(RankSizes):
             linears[mode == "row"] += self.linear(name, size, mode=mode)
         inside = {"attention": self.attention, "mla": self.mla, "dsa": self.sparse}.get(kind, self.recurrence)
         *others, core = inside(kind, layer)
-        return [*linears[False], *others, self._in_context(core, MIXERS[kind]), *linears[True]]
+        return [*linears[False], *others, self._in_context(core, MIXERS[kind], shape=shape), *linears[True]]
 
     def recurrence(self, kind: str, layer: int) -> Parts:
         """What a kind computes of the sequence, at the peak."""
@@ -100,12 +101,12 @@ class Layers(RankSizes):
         seconds = flops / self.gpu.peak(self.dtype)
         return [Part("linear_attn", seconds, 2 * seconds, launches=(10, 20, 0), flops=flops)]
 
-    def _in_context(self, part: Part, kind: LayerKind) -> Part:
+    def _in_context(self, part: Part, kind: LayerKind, *, shape: ModelShape) -> Part:
         """What is computed of the sequence with the communication of context parallelism."""
         if self.cp == 1 or kind.cp_bytes is None:
             return part
         rank = ContextRank(0, self.cp, self.tp, self.batch_size, self.itemsize, self.tokens, str(self.cp_comm_type))
-        sent, share = kind.cp_bytes(self.shape, rank), self.cp / (self.cp - 1)  # with what a rank sends to itself
+        sent, share = kind.cp_bytes(shape, rank), self.cp / (self.cp - 1)  # with what a rank sends to itself
         for name, (forward, backward) in sent.items():
             name = "all_gather" if name == "p2p" else name  # a ring sends as much
             before, last = (self.collective("cp", name, num_bytes=share * size) for size in (forward, backward))

@@ -179,9 +179,10 @@ def test_heads_of_odd_widths_are_slow_where_scores_are_written_out(backend: str,
     assert (seconds(108) > 1.5 * seconds(112)) == is_slow
 
 
+@pytest.mark.parametrize("cp", [1, 2])
 @pytest.mark.parametrize("engine", ["megatron", "nanotrain"])
-def test_layers_with_a_window_have_key_heads_of_their_own(engine: str) -> None:
-    window = {"engine": engine, "tp": 2, "window_size": 1024, "window_attn_skip_freq": "2"}
+def test_layers_with_a_window_have_key_heads_of_their_own(engine: str, cp: int) -> None:
+    window = {"engine": engine, "tp": 2, "cp": cp, "window_size": 1024, "window_attn_skip_freq": "2"}
     mixed, wide, narrow = (
         llama(8, **window, num_query_groups=groups, window_query_groups=of_window)
         for groups, of_window in ((4, 8), (8, None), (4, None))
