@@ -74,11 +74,8 @@ class KVCache:
     def call(self, has_window: bool, device: torch.device) -> AttentionCall:
         """New tokens attend to earlier tokens within the window, not to padding; a padding token attends to itself."""
         if has_window not in self._calls:
-            model_config, queries, first = (
-                self._stage.model_config,
-                np.arange(self._num_read + self._num_new),
-                self._padding,
-            )
+            model_config, first = self._stage.model_config, self._padding
+            queries = np.arange(self._num_read + self._num_new)
             if has_window and model_config.window_size is not None:
                 first = np.maximum(first, queries - model_config.window_size)
             if has_window and model_config.attention_chunk_size is not None:

@@ -143,11 +143,8 @@ def layer_tables(model_config: ModelConfig) -> tuple[RotaryTables | None, ...]:
     if not model_config.has_rope:
         return None, None, None
     local = RotaryTables(model_config, layers="window") if model_config.rotary_base_local is not None else None
-    return (
-        RotaryTables(model_config),
-        local,
-        RotaryTables(model_config, layers="no rope") if model_config.attn_scale > 0 else None,
-    )
+    factors = RotaryTables(model_config, layers="no rope") if model_config.attn_scale > 0 else None
+    return RotaryTables(model_config), local, factors
 
 
 def apply_rotary(x: Tensor, rotary: Rotary | None) -> Tensor:

@@ -183,6 +183,7 @@ def shrink_model(config: Config, seq_length: int, *, num_layers: int) -> ModelCo
     has_longer_positions = model_config.max_position_embeddings > config.data.seq_length
     multiple, tp = model_config.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
     pattern = partial(shrink_pattern, num_layers=num_layers)
+    chunk, third = model_config.attention_chunk_size, seq_length // 3
     if moe is not None:
         losses = zip(moe.router_load_balancing_type, moe.aux_loss_coeff, strict=True)
         kept = {name: coeff for name, coeff in losses if name != "aux_loss" or not _balances_two_microbatches(moe)}
@@ -196,12 +197,9 @@ def shrink_model(config: Config, seq_length: int, *, num_layers: int) -> ModelCo
     return replace(
         model_config,
         num_layers=num_layers,
-        window_size=None if model_config.window_size is None else min(model_config.window_size, seq_length // 3),
-        attention_chunk_size=model_config.attention_chunk_size
-        and min(model_config.attention_chunk_size, seq_length // 3),
-        floor_scale=min(model_config.floor_scale, seq_length // 3)
-        if model_config.attn_scale > 0
-        else model_config.floor_scale,
+        window_size=None if model_config.window_size is None else min(model_config.window_size, third),
+        attention_chunk_size=chunk and min(chunk, third),
+        floor_scale=min(model_config.floor_scale, third) if model_config.attn_scale > 0 else model_config.floor_scale,
         window_attn_skip_freq=pattern(model_config.window_attn_skip_freq, model_config.window_layers),
         no_rope_freq=pattern(model_config.no_rope_freq, model_config.no_rope_layers),
         hybrid_layer_pattern=shrink_letters(model_config.hybrid_layer_pattern, num_layers=num_layers),

@@ -179,14 +179,12 @@ class Layers(RankSizes):
         shape, train, cp = self.shape, self.config.train, self.cp
         is_split = self.cp_comm_type == "a2a"  # heads instead of the sequence
         local = (max(1, heads[0] // cp), max(1, heads[1] // cp)) if is_split else heads
-        lengths = shape.attention_lengths(layer, seq_length=self.config.data.seq_length)
-        calls = [
-            AttentionShape(
-                train.micro_batch_size * number, *local, length, shape.head_dim, shape.value_head_dim,
-                window=shape.window_size if shape.has_window(layer) else None,
-            )
-            for number, length in lengths
-        ]  # fmt: skip
+        call = AttentionShape(
+            train.micro_batch_size, *local, self.config.data.seq_length, shape.head_dim, shape.value_head_dim,
+            window=shape.window_size if shape.has_window(layer) else None,
+        )  # fmt: skip
+        lengths = shape.attention_lengths(layer, seq_length=call.length)
+        calls = [call._replace(batch=call.batch * number, length=length) for number, length in lengths]
         share = 1 if is_split else 1 / cp  # every rank has its part of the pairs
         forward, backward = (share * sum(seconds) for seconds in zip(*map(self._attention_s, calls), strict=True))
         flops = sum(attention_work(call)[0] for call in calls) * share

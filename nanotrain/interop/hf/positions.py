@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any
 
 from nanotrain.config.model import ModelConfig, YarnConfig
-from nanotrain.config.notation import write_pattern
+from nanotrain.config.notation import read_no_rope_pattern, write_pattern
 from nanotrain.config.schema import value_of, with_values
-from nanotrain.interop.hf.layer_types import FULL, layers_of
+from nanotrain.interop.hf.layer_types import FULL, expert_layers, layers_of
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
 from nanotrain.interop.hf.tables import read_tables
 
-SLIDING = "sliding_attention"
+SLIDING, CHUNKED = "sliding_attention", "chunked_attention"
 NO_ROPE = {"rope_type": None, "rope_theta": None}
 ROPE_KINDS: dict[str, dict[str, str]] = read_tables()["rope_kinds"]
 
@@ -230,7 +230,7 @@ def _read_no_rope(raw: Raw) -> Values:
     if raw.get("use_sliding_window") and raw.get("sliding_window") is not None:
         reject("use_sliding_window", True, instead="false")
     layers, interval = raw.get("no_rope_layers"), int(raw.get("no_rope_layer_interval", 4))
-    if layers is None:
+    if not layers:
         layers = [int((layer + 1) % interval != 0) for layer in range(raw["num_hidden_layers"])]
     without = tuple(not has_rope for has_rope in layers[: raw["num_hidden_layers"]])
     return {"no_rope_freq": write_pattern(without) if any(without) else "0"}
@@ -241,6 +241,30 @@ def _write_no_rope(model_config: ModelConfig) -> Values:
     return {"no_rope_layers": layers, "layer_types": [FULL] * len(layers), "use_sliding_window": False}
 
 
+def _read_llama4(raw: Raw) -> Values:
+    """Layers with rotary positions attend within chunks, unless config.json lists those that do."""
+    layers, step = range(raw["num_hidden_layers"]), raw["interleave_moe_layer_step"]
+    values = _read_no_rope(raw) | {"moe.shared_expert_intermediate_size": raw["intermediate_size"]}
+    without = read_no_rope_pattern(values["no_rope_freq"], len(layers))
+    kinds = raw.get("layer_types") or [FULL if each else CHUNKED for each in without]
+    chunked = layers_of(CHUNKED, kinds, num_layers=len(layers))
+    with_experts = layers[step - 1 :: step] if raw.get("moe_layers") is None else raw["moe_layers"]
+    values |= expert_layers(tuple(layer in with_experts for layer in layers))
+    if any(chunked):
+        values |= {"attention_chunk_size": raw["attention_chunk_size"], "window_attn_skip_freq": write_pattern(chunked)}
+    return values if raw["attn_temperature_tuning"] else values | {"attn_scale": 0.0}
+
+
+def _write_llama4(model_config: ModelConfig) -> Values:
+    return {
+        **_write_no_rope(model_config),
+        "attention_chunk_size": model_config.attention_chunk_size or 8192,  # transformers divides by it in any case
+        "attn_temperature_tuning": model_config.attn_scale > 0,
+        "layer_types": [CHUNKED if is_chunked else FULL for is_chunked in model_config.window_layers],
+        "moe_layers": [layer for layer, has_experts in enumerate(model_config.moe_layers) if has_experts],
+    }
+
+
 POSITION_PARTS: dict[str, Part] = {
     "rope": Part(read_rope, write_rope),
     "partial_rope": Part(partial(read_rope, has_partial=True), write_rope),
@@ -249,6 +273,7 @@ POSITION_PARTS: dict[str, Part] = {
     "rope_or_default": Part(_read_rope_or_default, _write_rope_or_default),
     "phi3_rope": Part(_read_phi3_rope, write_rope),
     "no_rope_layers": Part(_read_no_rope, _write_no_rope),
+    "llama4": Part(_read_llama4, _write_llama4),
     "mistral_rope": Part(_read_mistral_rope, _write_mistral_rope),
     "hunyuan_rope": Part(_read_hunyuan_rope, write_rope),
     "window": Part(_read_window, _write_window),

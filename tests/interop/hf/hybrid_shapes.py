@@ -1,4 +1,4 @@
-"""Entries of config.json of small models whose layers differ: Mamba-2, short convolutions, windows."""
+"""Entries of config.json of small models whose layers differ: linear attention, windows, chunks."""
 
 from tests.model.building import VOCAB
 
@@ -72,4 +72,43 @@ MIMO = {
     "num_experts_per_tok": 4,
     "n_group": 4,
     "topk_group": 2,
+}
+DELTA_NET = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+SHARED_EXPERT = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20, "num_experts_per_tok": 2}
+QWEN3_NEXT = DELTA_NET | SHARED_EXPERT | {"head_dim": 16, "num_experts": 4}
+KIMI_LINEAR = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_key_value_heads": 4,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 24,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 2,
+}
+# Widths of queries, keys and values are equal: transformers saves convolutions in three equal parts.
+OLMO_HYBRID = DELTA_NET | {"linear_num_value_heads": 2, "linear_value_head_dim": 8}
+
+LLAMA4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 4,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 7,
+    "attn_scale": 0.4,
+    "floor_scale": 5,
 }

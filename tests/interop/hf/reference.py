@@ -11,7 +11,19 @@ from nanotrain.interop.hf.import_weights import import_weights
 from nanotrain.model.router_stats import expert_biases
 from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.spec.boxes import TensorBox
-from tests.interop.hf.hybrid_shapes import FALCON_H1, GRANITE, HYBRID, LFM2_MOE, MIMO, NEMOTRON_H
+from tests.interop.hf.hybrid_shapes import (
+    DELTA_NET,
+    FALCON_H1,
+    GRANITE,
+    HYBRID,
+    KIMI_LINEAR,
+    LFM2_MOE,
+    LLAMA4,
+    MIMO,
+    NEMOTRON_H,
+    OLMO_HYBRID,
+    QWEN3_NEXT,
+)
 from tests.model.building import VOCAB, give_storage
 
 LLAMA_SHAPE = {
@@ -95,35 +107,6 @@ LAYERED = ["sliding_attention", "full_attention"]
 GEMMA3 = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}
 
 GPT_OSS = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7, "swiglu_limit": 0.4}
-
-DELTA_NET = {
-    "num_hidden_layers": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
-}
-SHARED_EXPERT = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20, "num_experts_per_tok": 2}
-QWEN3_NEXT = DELTA_NET | SHARED_EXPERT | {"head_dim": 16, "num_experts": 4}
-KIMI_LINEAR = {
-    "num_hidden_layers": 3,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "num_key_value_heads": 4,
-    "linear_num_heads": 4,
-    "linear_head_dim": 8,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 12,
-    "moe_intermediate_size": 24,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "n_shared_experts": 2,
-}
-# Widths of queries, keys and values are equal: transformers saves convolutions in three equal parts.
-OLMO_HYBRID = DELTA_NET | {"linear_num_value_heads": 2, "linear_value_head_dim": 8}
 
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", LLAMA_SHAPE | {"num_local_experts": 4, "rope_parameters": {"rope_theta": 5e5}}),
@@ -338,6 +321,23 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | SMALL_TOKENS
         | {"final_logit_softcapping": 2.0, "rms_norm_eps": 1e-3, "tie_word_embeddings": True},
     ),
+    "llama4": ("Llama4", LLAMA_SHAPE | SMALL_TOKENS | LLAMA4),
+    "llama4-scaled": ("Llama4", LLAMA_SHAPE | SMALL_TOKENS | LLAMA4 | {"rope_parameters": LLAMA3_ROPE}),
+    "llama4-plain": (
+        "Llama4",
+        LLAMA_SHAPE
+        | SMALL_TOKENS
+        | LLAMA4
+        | {"interleave_moe_layer_step": 1, "use_qk_norm": False, "attn_temperature_tuning": False}
+        | {"no_rope_layers": [0, 1, 1, 0], "tie_word_embeddings": True},
+    ),
+    "llama4-by-lists": (
+        "Llama4",
+        LLAMA_SHAPE
+        | SMALL_TOKENS
+        | LLAMA4
+        | {"moe_layers": [1, 2], "layer_types": ["chunked_attention", *3 * ["full_attention"]]},
+    ),
 }
 EXPERT_BIASES = ("e_score_correction_bias", "feed_forward.expert_bias")
 # Models that are compared in fp64, and the package of transformers that has them.
@@ -356,7 +356,9 @@ FP64_FAMILIES = (
 IN_FP64 = {name: name.partition("-")[0] for name in CONFIGS if name.startswith(FP64_FAMILIES)}
 IN_FP64 |= {name: name for name in ("deepseek_v32", "glm_moe_dsa")}  # not with YaRN, whose angles are in fp32
 IN_FP64 |= {"apertus": "apertus"}  # alike with the scaling of Llama 3
+IN_FP64 |= dict.fromkeys(("llama4", "llama4-plain", "llama4-by-lists"), "llama4")
 CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
+CONFIG_CLASSES |= {"Llama4": "Llama4TextConfig"}
 
 
 def reference(name: str, *, seed: int = 0) -> torch.nn.Module:

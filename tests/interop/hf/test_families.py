@@ -112,6 +112,12 @@ def test_a_model_no_family_can_hold_is_refused_by_name(model: ModelConfig, lost:
         ({"model_type": "qwen2_moe", "qkv_bias": False}, "qkv_bias"),
         ({"model_type": "qwen3_moe", "num_experts": 0}, "num_experts: 0"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 5}, "experts in some layer"),
+        ({"model_type": "llama4_text", "num_experts_per_tok": 2}, "num_experts_per_tok: 2"),
+        ({"model_type": "llama4_text", "attention_bias": True}, "attention_bias"),
+        (
+            {"model_type": "llama4_text", "layer_types": ["sliding_attention"] * 2},
+            "chunked_attention or full_attention",
+        ),
         ({"model_type": "qwen3_moe", "use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window"),
     ],
 )

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical
 from nanotrain.interop.hf.families import FAMILIES, config_from_hf
+from nanotrain.model.rope import inverse_frequencies
 from tests.interop.hf.reference import CONFIGS, load
 from tests.model.building import random_batch
 
@@ -81,6 +82,35 @@ def test_of_a_ministral_that_sees_images_the_text_model_is_read(tmp_path: Path) 
     theirs.save_pretrained(tmp_path)
     tokens = random_batch().tokens
     torch.testing.assert_close(load(tmp_path).logits(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+
+
+def test_of_a_llama4_that_sees_images_the_text_model_is_read(tmp_path: Path) -> None:
+    text, vision = CONFIGS["llama4"][1], VISION | {"image_size": 8, "patch_size": 4, "vision_output_dim": 8}
+    config = transformers.Llama4Config(text_config=text, vision_config=vision | {"projector_output_dim": 8})
+    theirs = transformers.Llama4ForConditionalGeneration(config)
+    theirs.save_pretrained(tmp_path)
+    tokens = random_batch().tokens
+    torch.testing.assert_close(load(tmp_path).logits(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+
+
+def test_llama4_scout_is_read_as_published() -> None:
+    rope = {"factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
+    entries = {
+        "model_type": "llama4_text",
+        "attn_temperature_tuning": 4,
+        "max_position_embeddings": 10485760,
+        "moe_layers": None,
+        "no_rope_layers": [],
+        "rope_scaling": rope | {"original_max_position_embeddings": 8192},
+    }
+    model_config = config_from_hf(entries)
+    assert model_config.no_rope_layers == (False, False, False, True) * 12
+    assert model_config.window_layers == (True, True, True, False) * 12
+    assert (model_config.attention_chunk_size, model_config.attn_scale, model_config.floor_scale) == (8192, 0.1, 8192)
+    assert all(model_config.moe_layers) and model_config.moe.shared_expert_intermediate_size == 8192
+    assert inverse_frequencies(model_config).isfinite().all()
+    maverick = {"interleave_moe_layer_step": 2, "num_local_experts": 128, "use_qk_norm": False, "rope_scaling": None}
+    assert config_from_hf(entries | maverick).moe_layers == (False, True) * 24
 
 
 def test_of_kimi_k25_the_text_model_is_read(tmp_path: Path) -> None:
