@@ -91,10 +91,8 @@ def _all_to_all_s(gpu: GPU, *, num_bytes: float, place: Placement) -> float:
     """Messages to other nodes pass the rank's own adapter, the others NVLink, at the same time."""
     outside = place.size - place.per_node
     across = num_bytes * outside / place.size / (gpu.network.bandwidth * gpu.network_efficiency)
-    inside = 0.0
-    if place.per_node > 1:
-        share = num_bytes * place.per_node / place.size
-        inside = _inside_s(gpu, "all_to_all", num_bytes=share, size=place.per_node)
+    share = num_bytes * place.per_node / place.size
+    inside = _inside_s(gpu, "all_to_all", num_bytes=share, size=place.per_node) if place.per_node > 1 else 0.0
     return LAUNCH_S + gpu.network.latency + outside * MESSAGE_S + max(across, inside)
 
 

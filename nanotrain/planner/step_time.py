@@ -8,7 +8,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from itertools import accumulate, pairwise
 from statistics import mean
 from typing import NamedTuple
 
@@ -279,11 +278,10 @@ class StepClock:
         forwards = [seconds for (_, kind), seconds in self.durations.items() if kind is ActionKind.forward]
         ranks, unit = [list[Span]() for _ in run.finish], mean(forwards)
         for step, start, end in zip(run.steps, run.starts, run.ends, strict=True):
-            seconds = [self.durations[stage, kind] for kind, stage, _ in step.actions]
-            shares = ((end - start) * each / sum(seconds) for each in seconds)
-            bounds = pairwise(accumulate(shares, initial=start))
-            for action, (first, last) in zip(step.actions, bounds, strict=True):
-                ranks[step.rank].append(Span(action, first / unit, last / unit, end / unit))
+            for action in step.actions:
+                stop = min(end, start + self.durations[action.stage, action.kind])
+                ranks[step.rank].append(Span(action, start / unit, stop / unit, end / unit))
+                start = stop
         return Timeline(tuple(map(tuple, ranks)))
 
 
