@@ -1,4 +1,4 @@
-"""Laws L1 to L7 for kinds of layers other than softmax attention with an MLP: one row per kind, in every layout.
+"""Laws L1 to L7 for kinds of layers other than softmax attention with an MLP, and for chunks, in every layout.
 
 As in test_model_features.py one world of each layout trains every model in every way. Documents begin inside of chunks
 and at their borders.
