@@ -1,4 +1,4 @@
-"""Law L1 from outside: steps of AdamW on imported weights, beside transformers and torch's AdamW in fp64.
+"""Law L1 from outside: ten steps of AdamW on imported weights, beside transformers and torch's AdamW in fp64.
 
 The models are those of `CONFIGS` in tests/interop/hf/reference.py by name, so a family is one row of `ROWS` here; its
 package of transformers is in `IN_FP64` there. One world of each size trains all of them, in several layouts.
@@ -20,7 +20,7 @@ from tests.interop.hf.reference import CONFIGS, IN_FP64, reference
 from tests.laws.worlds import GLOBAL_BATCH, VOCAB_SIZE, Case, UnevenDataset, train_layouts
 
 ROWS = ("deepseek_v32", "glm_moe_dsa", "kimi_linear", "nemotron_h", "qwen3_5-tied")
-STEPS, WITHIN = {1: 10, 2: 5}, 5e-7  # by number of ranks; relative
+STEPS, WITHIN = 10, 5e-7  # relative
 LAYOUTS: dict[int, list[dict[str, Any]]] = {  # by number of ranks
     1: [{}],
     2: [
@@ -49,7 +49,7 @@ def expected(folders: dict[str, Path]) -> dict[str, list[float]]:
 
 
 def losses_of_transformers(folder: Path, package: str) -> list[float]:
-    """Losses of all steps; norms, biases and decays have no weight decay."""
+    """Losses of ten steps; norms, biases and decays have no weight decay."""
     with pytest.MonkeyPatch.context() as patch:
         modeling = modeling_in_fp64(package, patch)
         [name] = [each for each in modeling.__all__ if each.endswith("ForCausalLM")]
@@ -59,7 +59,7 @@ def losses_of_transformers(folder: Path, package: str) -> list[float]:
             decays[parameter.ndim >= 2 and not key.endswith("A_log")].append(parameter)
         groups = [{"params": params, "weight_decay": decay * 0.1} for decay, params in decays.items()]
         optimizer, source, losses = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8), UnevenDataset(), []
-        for step in range(STEPS[1]):
+        for step in range(STEPS):
             samples = [source[step * GLOBAL_BATCH + row] for row in range(GLOBAL_BATCH)]
             tokens, labels, mask = (
                 torch.from_numpy(np.stack([getattr(sample, field) for sample in samples]))
@@ -75,19 +75,19 @@ def losses_of_transformers(folder: Path, package: str) -> list[float]:
 
 
 @pytest.mark.parametrize("num_ranks", LAYOUTS)
-def test_steps_of_adamw_have_the_losses_of_transformers(
+def test_ten_steps_of_adamw_have_the_losses_of_transformers(
     num_ranks: int, folders: dict[str, Path], expected: dict[str, list[float]]
 ) -> None:
     runs = [(name, parallel) for name in folders for parallel in LAYOUTS[num_ranks]]
-    cases = [case_of(folders[name], parallel, steps=STEPS[num_ranks]) for name, parallel in runs]
+    cases = [case_of(folders[name], parallel) for name, parallel in runs]
     for outcomes in run_ranks(num_ranks, train_layouts, cases, shares=True):
         for run, outcome in zip(runs, outcomes, strict=True):
-            assert outcome.losses == pytest.approx(expected[run[0]][: STEPS[num_ranks]], rel=WITHIN), run
+            assert outcome.losses == pytest.approx(expected[run[0]], rel=WITHIN), run
             assert abs(outcome.losses[-1] - outcome.losses[0]) > 1e-3, "the weights must have changed"
 
 
-def case_of(folder: Path, parallel: dict[str, Any], *, steps: int) -> Case:
-    """Steps on the weights of a folder; transformers leaves expert biases as they are."""
+def case_of(folder: Path, parallel: dict[str, Any]) -> Case:
+    """Ten steps on the weights of a folder; transformers leaves expert biases as they are."""
     model = model_from_hf(folder)
     if model.moe is not None:
         model = with_values(model, {"moe.router_bias_update_rate": 0.0})
@@ -95,5 +95,5 @@ def case_of(folder: Path, parallel: dict[str, Any], *, steps: int) -> Case:
         model = with_values(model, {"dsa.loss_coeff": 0.0})
         parallel = parallel | {"cp_comm_type": "allgather"}
     optim = ADAMW | {"lr_decay_style": "constant", "clip_grad": 0.0}
-    case = Case(steps).but(model=asdict(model), checkpoint={"pretrained_checkpoint": str(folder)}, parallel=parallel)
+    case = Case(STEPS).but(model=asdict(model), checkpoint={"pretrained_checkpoint": str(folder)}, parallel=parallel)
     return case.but(optim=optim, train={"micro_batch_size": GLOBAL_BATCH})
