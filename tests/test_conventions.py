@@ -25,6 +25,9 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "tests/parallel/pp/test_executor.py::test_the_loss_is_the_sum_over_microbatches_and_is_not_scaled",
         "tests/laws/test_every_axis.py::test_a_layout_trains_as_one_rank_does",
     ),
+    "`--qk-l2-norm` normalizes": (
+        "tests/spec/test_shape.py::test_heads_have_l2_norms_in_layers_with_rotary_positions",
+    ),
     "MLA normalizes": ("tests/config/test_translate.py::test_mla_without_norms_is_noted",),
     "a loss of multi-token prediction": ("tests/laws/test_mtp.py::test_multi_token_prediction_trains_as_on_one_rank",),
     "`--pipeline-model-parallel-layout`": (
