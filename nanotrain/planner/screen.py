@@ -80,9 +80,11 @@ def layout_text(prediction: Prediction) -> str:
 
 
 def flags_of(chosen: Config, config: Config) -> str:
-    """The arguments that change the layout of a configuration to that of another."""
+    """The arguments that change the layout of a configuration to that of another, for the same global batch."""
     now = layout_of(config)
     changed = {name: value for name, value in layout_of(chosen).items() if value != now[name]}
+    if config.train.global_batch_size is None and not config.train.step_batch_size_schedule:
+        changed["global_batch_size"] = chosen.train.global_batch_size
     return " ".join(
         argument_of(name, value) if value != [] else f"{ENTRIES[name].key}=[]" for name, value in changed.items()
     )
