@@ -67,6 +67,7 @@ class MoEConfig:
     num_experts: int = option(None, "experts per MoE layer; unset: every layer is dense", name="num_experts", check=at_least(1))
     layer_freq: str = option("1", "MoE layers: N for every Nth layer from the first, or a pattern such as [0]*3+[1]*58")
     ffn_hidden_size: int | None = option(None, "inner width of an expert; unset: ffn_hidden_size", check=at_least(1))
+    num_zero_experts: int = option(0, "further experts that a router chooses from, which return their input (LongCat-Flash)", check=at_least(0))
     latent_size: int | None = option(None, "width of the tokens that experts read and write, by projections before and after them (Nemotron 3 Super); unset: hidden_size", check=at_least(1))
     shared_expert_intermediate_size: int | None = option(None, "inner width of the shared expert; unset: no shared expert", check=at_least(1))
     shared_expert_gate: bool = option(False, "multiply the output of the shared expert by the sigmoid of a learned projection of the token")
@@ -86,6 +87,21 @@ class MoEConfig:
     router_enable_expert_bias: bool = option(False, "auxiliary-loss-free balancing: add a bias per expert to the scores for the top-k selection")
     router_bias_update_rate: float = option(1e-3, "auxiliary-loss-free balancing: change of a bias per optimizer step", check=at_least(0))
     expert_capacity_factor: float | None = option(None, "capacity factor: tokens per expert and sequence, relative to an even share; unset: no token is dropped", check=above(0))
+
+    @property
+    def num_choices(self) -> int:
+        """Experts that a router chooses from."""
+        return self.num_experts + self.num_zero_experts
+
+    @property
+    def mean_topk(self) -> float:
+        """Experts with weights that a token is sent to, on average."""
+        return self.router_topk * self.num_experts / self.num_choices
+
+    @property
+    def may_drop(self) -> bool:
+        """Whether there can be pairs of a token and an expert that are sent to no expert."""
+        return self.expert_capacity_factor is not None or self.num_zero_experts > 0
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,8 @@ class MoELayer(nn.Module):
         self._tp = single if parallel.sequence.size == 1 else parallel.tp.group
         self._split = single if parallel.tp.sequence_parallel else self._tp
         self.router, self.weights_inputs = Router(moe, params, parallel=parallel), moe.apply_probs_on_input
-        options = replace(
-            parallel.dispatch, may_drop=moe.expert_capacity_factor is not None, recompute=parallel.recompute
-        )
+        self._num_experts = moe.num_experts  # with weights; those that follow return their input
+        options = replace(parallel.dispatch, may_drop=moe.may_drop, recompute=parallel.recompute)
         self.dispatcher = build_token_dispatcher(moe.num_experts, ep=parallel.ep, etp=parallel.etp, options=options)
         latent = partial(_latent_projection, params, tensor_parallel=parallel.tp.unsharded)
         self.fc1_latent_proj, self.fc2_latent_proj = latent("fc1_latent_proj"), latent("fc2_latent_proj")
@@ -95,11 +94,17 @@ class MoELayer(nn.Module):
         if self.weights_inputs:  # of one expert, so a token is scaled before it is sent
             tokens = (tokens * routing.topk_weights).to(tokens.dtype)
             routing = replace(routing, topk_weights=torch.ones_like(routing.topk_weights))
-        finish = self.dispatcher(tokens, routing, kept=context.dispatch_splits)
+        has_zero_experts = self.router.num_experts > self._num_experts
+        sent = routing.of_experts(self._num_experts) if has_zero_experts else routing
+        finish = self.dispatcher(tokens, sent, kept=context.dispatch_splits)
         shared = None if self.shared is None else self.shared(hidden, context)  # while tokens travel
         if shared is not None and self.shared_gate is not None:  # a factor of each token, the same on every tp rank
             shared = self.shared_gate.fprop(hidden).sigmoid() * shared
-        routed = self.fc2_latent_proj(finish(self.experts).unflatten(0, local.shape[:2]))
+        outputs = finish(self.experts)
+        if has_zero_experts:  # whose outputs are the tokens
+            weights = routing.topk_weights.masked_fill(routing.topk_ids < self._num_experts, 0)
+            outputs = outputs + (weights.sum(-1, keepdim=True) * tokens).to(outputs.dtype)
+        routed = self.fc2_latent_proj(outputs.unflatten(0, local.shape[:2]))
         out = concat_along(routed, self._split, dim=_SEQUENCE)
         return self.dropout(out if shared is None else out + shared, context.dropout)
 

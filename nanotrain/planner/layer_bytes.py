@@ -177,9 +177,9 @@ class LayerBytes(RankSizes):
         shape, moe = self.shape, self.shape.moe
         assert moe is not None, "callers check it"
         etp, inner = self.etp, shape.moe_ffn_size // self.etp
-        pairs = int(self.tokens // self.tp * moe.router_topk * etp * self.scenario.imbalance * self.scenario.padding)
+        pairs = int(self.tokens // self.tp * moe.mean_topk * etp * self.scenario.imbalance * self.scenario.padding)
         unit, permuted = pairs * inner * self.itemsize, pairs * shape.expert_input_size * self.itemsize
-        router = self.tokens // self.tp * moe.num_experts * (3 * FP32 + 1)
+        router = self.tokens // self.tp * moe.num_choices * (3 * FP32 + 1)
         kept = 0 if "moe_act" in self.modules else 1
         up, down = ((1 + shape.is_gated) * inner, shape.hidden_size), (shape.hidden_size, inner)
         ops = [Op(normed + router, 2 * self.hidden)]

@@ -234,9 +234,9 @@ class Layers(RankSizes):
         assert moe is not None, "a dense model has no experts"
         hidden, inner = shape.expert_input_size, shape.moe_ffn_size // self.etp
         tokens = self.tokens // self.tp
-        pairs = int(tokens * moe.router_topk * self.scenario.imbalance)
+        pairs = int(tokens * moe.mean_topk * self.scenario.imbalance)
         rows = int(pairs * self.scenario.padding)
-        router = tokens * moe.num_experts * ROUTER_BYTES + tokens * self.width
+        router = tokens * moe.num_choices * ROUTER_BYTES + tokens * self.width
         part = self.memory("moe", router, backward=2 * router, launches=(ROUTER_LAUNCHES, ROUTER_LAUNCHES))
         width = moe.shared_expert_intermediate_size
         shared = [] if width is None else self.mlp("moe", width)

@@ -26,7 +26,7 @@ def num_parameters(shape: ModelShape) -> int:
 
 
 def num_active_parameters(shape: ModelShape) -> int:
-    """Elements of the parameters that one token uses; of the routed experts only its top k count.
+    """Elements of the parameters that one token uses; of the routed experts only its top k count, on average.
 
     >>> from nanotrain.config.config import ModelConfig
     >>> shape = ModelShape.of(ModelConfig(vocab_size=10))
@@ -84,7 +84,7 @@ def _unpadded(shape: ModelShape) -> tuple[ParamSpec, ...]:
 def _active(spec: ParamSpec, shape: ModelShape) -> int:
     if not spec.is_expert or shape.moe is None:
         return spec.numel
-    return spec.numel // shape.moe.num_experts * shape.moe.router_topk
+    return spec.numel * shape.moe.router_topk // shape.moe.num_choices
 
 
 def _is_multiplied(spec: ParamSpec, shape: ModelShape) -> bool:

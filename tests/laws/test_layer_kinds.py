@@ -45,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_layers": 4,
         "hybrid_layer_pattern": "MM*E",
         "moe_latent_size": 16,
+        "moe_num_zero_experts": 2,
         "mamba_state_dim": 6,
         "mamba_head_dim": 8,
         "mamba_num_heads": 8,

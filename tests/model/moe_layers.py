@@ -58,7 +58,27 @@ LLAMA4 = replace(
         expert_capacity_factor=1.5,
     ),
 )
-MODELS = {"dropless": DROPLESS, "capacity": CAPACITY, "deepseek": DEEPSEEK, "gelu": GELU, "llama4": LLAMA4}
+ZERO_EXPERTS = replace(
+    DROPLESS,
+    moe=replace(
+        DROPLESS.moe,
+        num_zero_experts=4,
+        router_topk=3,
+        router_pre_softmax=True,
+        router_enable_expert_bias=True,
+        router_topk_scaling_factor=1.5,
+        aux_loss_coeff=[0.5],
+        latent_size=12,
+    ),
+)
+MODELS = {
+    "dropless": DROPLESS,
+    "capacity": CAPACITY,
+    "deepseek": DEEPSEEK,
+    "gelu": GELU,
+    "llama4": LLAMA4,
+    "zero experts": ZERO_EXPERTS,
+}
 
 # No token is routed to these: with ep=4 the second rank gets none.
 IDLE_EXPERTS = (2, 3)
@@ -90,7 +110,7 @@ def build_layer(model: ModelConfig, weights: dict[str, Tensor], *, parallel: Mod
     assert isinstance(layer, MoELayer)
     assert [name for name, _ in layer.named_parameters()] == list(weights)
     if layer.router.expert_bias is not None:
-        layer.router.expert_bias.copy_(random(E, seed=99, std=0.1))
+        layer.router.expert_bias.copy_(random(model.moe.num_choices, seed=99, std=0.1))
         layer.router.expert_bias[list(IDLE_EXPERTS)] = -10.0
     return layer
 
@@ -151,7 +171,7 @@ class Part:
             all_reduce(total, self.ctx.group("expert_dp"))
             return total
         all_reduce(total, self.ctx.group("dp_cp"))
-        if name.startswith("router."):
+        if name.startswith(("router.", "fc")):
             all_reduce(total, self.ctx.group("tp"))
         return total
 

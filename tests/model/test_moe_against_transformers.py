@@ -1,15 +1,29 @@
-"""The mixture-of-experts layer gives what transformers' Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek-V3 blocks give."""
+"""The mixture-of-experts layer gives what that of transformers gives: Mixtral, Qwen, DeepSeek-V3, LongCat-Flash."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3MoE
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashConfig, LongcatFlashMoE
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
 
-from tests.model.moe_layers import DEEPSEEK, DROPLESS, B, E, H, S, build_full, close, full_weights, random, run
+from tests.model.moe_layers import (
+    DEEPSEEK,
+    DROPLESS,
+    ZERO_EXPERTS,
+    B,
+    E,
+    H,
+    S,
+    build_full,
+    close,
+    full_weights,
+    random,
+    run,
+)
 
 
 def load_experts(block, weights):
@@ -96,3 +110,32 @@ def test_deepseek_block_gives_the_same():
     with torch.no_grad():
         block.gate.e_score_correction_bias.copy_(build_full(model).router.expert_bias)
     check_against(block, model)
+
+
+def test_longcat_flash_block_gives_the_same():
+    moe = replace(ZERO_EXPERTS.moe, latent_size=None, aux_loss_coeff=[0.0])
+    model = replace(ZERO_EXPERTS, moe=moe)
+    config = LongcatFlashConfig(
+        hidden_size=H,
+        expert_ffn_hidden_size=24,
+        n_routed_experts=E,
+        zero_expert_num=moe.num_zero_experts,
+        moe_topk=moe.router_topk,
+        routed_scaling_factor=moe.router_topk_scaling_factor,
+    )
+    config._experts_implementation = "eager"
+    block, weights, layer = LongcatFlashMoE(config), full_weights(model), build_full(model)
+    with torch.no_grad():
+        gate_up = torch.cat([weights["experts.gate.weight"], weights["experts.up.weight"]], dim=1)
+        block.experts.gate_up_proj[:E] = gate_up
+        block.experts.down_proj.copy_(weights["experts.down.weight"])
+        block.router.classifier.weight.copy_(weights["router.weight"])
+        block.router.e_score_correction_bias.copy_(layer.router.expert_bias)
+    x, grad = random(B, S, H, seed=7), random(B, S, H, seed=8)
+    outcome, theirs = run(layer, x, grad), x.clone().requires_grad_()
+    output = block(theirs)
+    output.backward(grad)
+    close(outcome.output, output.detach())
+    close(outcome.grad_input, theirs.grad)
+    close(outcome.grads["router.weight"], block.router.classifier.weight.grad)
+    close(outcome.grads["experts.down.weight"], block.experts.down_proj.grad)

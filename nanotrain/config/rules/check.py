@@ -120,13 +120,9 @@ def check_batches(config: Config, dp: int) -> None:
     micro_batch_size = config.train.micro_batch_size
     for size in schedule.sizes if schedule else ():
         if size % micro_batch_size or size < micro_batch_size * dp:
-            flag = _schedule_flag(config)
+            flag = "--step-batch-size-schedule" if config.train.step_batch_size_schedule else "--rampup-batch-size"
             raise ConfigError(
                 f"a global batch of {count_of(size, 'sample')} of {flag} cannot be split into microbatches",
                 why=f"micro_batch_size {micro_batch_size} must divide it, and each of dp={dp} ranks needs a microbatch",
                 fix=f"set {flag} to multiples of {micro_batch_size} from {micro_batch_size * dp} on",
             )
-
-
-def _schedule_flag(config: Config) -> str:
-    return "--step-batch-size-schedule" if config.train.step_batch_size_schedule else "--rampup-batch-size"

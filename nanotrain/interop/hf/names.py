@@ -87,7 +87,7 @@ def expert_bias_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
     blocks = {layer: f"layers.{layer}" for layer in range(shape.num_layers)}
     blocks |= {layer: f"mtp.{depth}.block" for depth, layer in enumerate(shape.mtp_layers)}
     with_experts = [block for layer, block in blocks.items() if shape.has_experts(layer)]
-    return {f"{block}.mlp.router.expert_bias": (moe.num_experts,) for block in with_experts}
+    return {f"{block}.mlp.router.expert_bias": (moe.num_choices,) for block in with_experts}
 
 
 def mtp_copies(model_config: ModelConfig, naming: Naming) -> dict[str, list[str]]:

@@ -48,12 +48,18 @@ class Routing:
     topk_weights: Tensor  # [T, K] fp32, the factors of the expert outputs
     permutation: Permutation | None = None  # of the pairs; None: not planned yet
 
+    def of_experts(self, num_experts: int) -> Self:
+        """The pairs of the first experts; those of the others count as dropped."""
+        permutation = self.permutation and replace(self.permutation, bounds=self.permutation.bounds[: num_experts + 1])
+        return replace(self, topk_ids=self.topk_ids.clamp(max=num_experts), permutation=permutation)
+
 
 @dataclass(frozen=True)
 class DispatchOptions:
     """Options of a token dispatcher."""
 
     may_drop: bool = False  # whether there can be dropped pairs
+    routed_share: float = 1.0  # of pairs, on average, are those of experts with weights
     ranks_per_node: int | None = None  # tokens are sent to every so many ranks of ep once; None: to every expert
     rank_capacity_factor: float | None = None  # pairs for one rank of ep, relative to an even share; None: any number
     recompute: Recompute = field(default_factory=Recompute)  # a recomputed forward has the counts of its first run
@@ -62,8 +68,8 @@ class DispatchOptions:
     def of(cls, config: Config) -> Self:
         """The options of a run."""
         parallel, moe = config.parallel, config.model.moe
-        may_drop = moe is not None and moe.expert_capacity_factor is not None
-        return cls(may_drop, parallel.moe_hierarchical_dispatch, parallel.moe_expert_rank_capacity_factor)
+        may_drop, share = (False, 1.0) if moe is None else (moe.may_drop, moe.mean_topk / moe.router_topk)
+        return cls(may_drop, share, parallel.moe_hierarchical_dispatch, parallel.moe_expert_rank_capacity_factor)
 
     def padded_split(self, num_tokens: int, topk: int, *, num_experts: int, ep: int) -> tuple[int, int]:
         """The most pairs that `PaddedTokenDispatcher` sends to one rank of ep, and the rows that it sends them in.
@@ -80,7 +86,7 @@ class DispatchOptions:
     def num_rows(self, num_tokens: int, topk: int, *, num_experts: int, ep: int) -> int:
         """Rows that a rank sends to all ranks of ep, itself among them; as many arrive, where not padded on average."""
         if self.rank_capacity_factor is None and ep > 1:
-            return num_tokens * topk
+            return int(num_tokens * topk * self.routed_share)
         return ep * self.padded_split(num_tokens, topk, num_experts=num_experts, ep=ep)[1]
 
 
@@ -330,7 +336,7 @@ def _reduce_scatter(permuted: Tensor, group: Group, *, splits: list[int]) -> Ten
 
 def _in_expert_order(permuted: Tensor, splits: _Splits, *, run_experts: RunExperts) -> Tensor:
     """The outputs of the experts for tokens in the order of their source ranks."""
-    offs = _offs(splits.tokens_per_expert.sum(0))[: splits.num_experts]
+    offs = splits.tokens_per_expert.sum(0).cumsum(0, dtype=torch.int32)[: splits.num_experts]
     if splits.tokens_per_expert.shape[1] == 1:
         return run_experts(permuted, offs)
     order = _expert_order(splits.tokens_per_expert, num_permuted=sum(splits.etp))
@@ -343,7 +349,3 @@ def _expert_order(tokens_per_expert: Tensor, *, num_permuted: int) -> Tensor:
     """The order [P] int64 that sorts by expert what is sorted by source rank, then expert."""
     blocks = torch.repeat_interleave(tokens_per_expert.flatten(), output_size=num_permuted)
     return (blocks % tokens_per_expert.shape[1]).argsort(stable=True)
-
-
-def _offs(tokens_per_expert: Tensor) -> Tensor:
-    return tokens_per_expert.cumsum(0, dtype=torch.int32)

@@ -31,7 +31,7 @@ def moe(declare: Declaration) -> Specs:
     width = shape.expert_input_size
     bias = partial(declare.bias, exists=shape.has_linear_bias)
     # Each tp rank routes a sequence shard, with or without sequence parallelism.
-    router = summed([declare.weight(num_experts, hidden), *bias(num_experts)], ("tp",))
+    router = summed([declare.weight(moe_config.num_choices, hidden), *bias(moe_config.num_choices)], ("tp",))
     specs = nest("router", router)
     if moe_config.latent_size is not None:
         fc1 = [declare.linear_weight(width, hidden), *bias(width)]

@@ -21,7 +21,7 @@ class RouterBalance(StepPart):
     def __init__(self, model: BuiltModel) -> None:
         moe, self._stages, self._device = model.config.model.moe, model.stages, model.context.device
         assert moe is not None, "only a mixture of experts has routers"
-        self._rate, self._length = moe.router_bias_update_rate, moe.num_experts + len(SCALARS)
+        self._rate, self._length = moe.router_bias_update_rate, moe.num_choices + len(SCALARS)
         self._routers = {name: router for stage in self._stages.values() for name, router in routers_of(stage).items()}
         self._names = [*router_names(model.plan)]
         assert self._routers.keys() <= set(self._names), "a router that the other ranks would not sum"

@@ -168,7 +168,7 @@ class Activations(RankSizes):
     def core_attention(self, layer: int, heads: tuple[int, int], *, modules: Collection[str]) -> int:
         """Query, key, value, output and its log-sum-exp; only the backend math saves a mask (attention/tiles.py)."""
         (num_heads, groups), shape, is_ring = heads, self.shape, self.cp_comm_type == "p2p"
-        backend = self._backend(layer)
+        backend = self.attention[shape.has_window(layer)][0].name
         is_sdpa = self.device == "cpu" and backend == "sdpa flash"
         value_dim, keeps_inputs = shape.value_head_dim, "mla_up_proj" not in modules
         # values are views of what kv_up of MLA returns
@@ -206,10 +206,6 @@ class Activations(RankSizes):
         inputs = shape.head_dim + copies * (shape.head_dim + shape.value_head_dim)
         return self.tokens * num_heads * int((inputs + num_keys) * FP32 + shape.value_head_dim * self.itemsize)
 
-    def _backend(self, layer: int) -> str:
-        """The name of a layer's attention backend."""
-        return self.attention[self.shape.has_window(layer)][0].name
-
     def dense(self, modules: Collection[str]) -> int:
         """An MLP and its input."""
         kept = 0 if "mlp" in modules else self._mlp(self.shape.ffn_size)
@@ -237,13 +233,15 @@ class Activations(RankSizes):
         is_low = self.itemsize < FP32 and self.device == "cpu"  # a GPU multiplies 16-bit tokens into fp32
         is_copied = is_low or (self.tp > 1 and not self.sequence_parallel)  # by the router, which keeps the copy
         router_input = (keeps_normed or is_copied) * self.shape.hidden_size * (FP32 if is_low else self.itemsize)
-        router = routed * (ROUTER_TENSORS * moe.num_experts * FP32 + router_input)
-        router += is_low * moe.num_experts * self.shape.hidden_size * FP32
+        router = routed * (ROUTER_TENSORS * moe.num_choices * FP32 + router_input)
+        router += is_low * moe.num_choices * self.shape.hidden_size * FP32
+        # the mask of the pairs of zero experts, and the sum of their weights
+        router += (moe.num_zero_experts > 0) * routed * (moe.router_topk + FP32)
         num_inner = (1 + self.shape.is_gated) if "moe_act" in modules else self._num_inner()
         inner = self.shape.moe_ffn_size // self.etp * num_inner * self.itemsize
         rows, width = self.expert_rows, self.shape.expert_input_size * self.itemsize
         experts = rows * self.etp * (width + inner + 2 * INT64) + rows * (width + 2 * INT64 + FP32)
-        experts += (moe.latent_size is not None) * routed * width
+        experts += (moe.latent_size is not None) * (1 + (moe.num_zero_experts > 0)) * routed * width
         if moe.shared_expert_intermediate_size is None:
             return router + experts
         normed = (keeps_normed and is_copied) * self.outside * self.width

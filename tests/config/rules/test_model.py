@@ -116,6 +116,8 @@ def test_what_fits_together_breaks_no_rule(keys):
             EXPERTS | {"moe_router_load_balancing_type": "aux_loss global_aux_loss", "moe_aux_loss_coeff": 0.1},
             "1 coefficient (moe_aux_loss_coeff) for 2 load-balancing losses",
         ),
+        (GROUPS | {"moe_num_zero_experts": 4}, "every rank and belong to no group"),
+        (EXPERTS | {"moe_num_zero_experts": 4, "moe_expert_capacity_factor": 2}, "these experts compute nothing"),
         (EXPERTS | {"moe_router_num_groups": 4}, "moe_router_num_groups is 4 and moe_router_group_topk is unset"),
         (EXPERTS | {"moe_router_group_topk": 4}, "moe_router_group_topk is 4 and moe_router_num_groups is unset"),
         (GROUPS | {"moe_router_num_groups": 3}, "8 experts cannot form 3 groups"),

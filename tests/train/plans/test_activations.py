@@ -44,6 +44,7 @@ MODELS = {
     "moe": MOE,
     "shared": SHARED,
     "latent": f"{SHARED} --moe-latent-size 24",
+    "zero experts": f"{SHARED} --moe-num-zero-experts 2",
     "gemma": GEMMA,
     "olmo": OLMO,
     "nanochat": f"{LLAMA} --qk-layernorm --normalization L2Norm --squared-relu",

@@ -201,10 +201,11 @@ def test_a_plan_has_the_traffic_of_evenly_routed_experts(sizes: dict[str, int]) 
         Case(steps=1).but(
             train={"micro_batch_size": 1, "global_batch_size": 8},
             parallel={SHORT_NAMES[name]: value for name, value in sizes.items()},
-            model=MOE | {"moe_router_force_load_balancing": True},
+            model=MOE | {"moe_router_force_load_balancing": True} | model,
             memory=memory,
         )
         for memory in ({}, CORE | modules, FULL)
+        for model in ({}, {"moe_num_zero_experts": 4})
     ]
     run_ranks(4, experts_send_what_is_planned, cases, **sizes)
 
