@@ -12,21 +12,11 @@ from nanotrain.config.model import ModelConfig
 from nanotrain.config.schema import flat_values
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import resolved
+from nanotrain.interop.hf.tables import read_tables
 from nanotrain.untrusted import whole_number
 
 Values = dict[str, Any]
 Raw = Mapping[str, Any]  # a parsed config.json
-# Two names of one entry: either may be missing.
-SYNONYMS = (
-    ("num_experts", "num_local_experts"),
-    ("num_local_experts", "num_experts"),
-    ("n_positions", "n_ctx"),
-    ("tie_word_embeddings", "tie_embedding"),
-    ("intermediate_size", "block_ff_dim"),
-    ("num_experts_per_tok", "num_experts_per_token"),
-    ("n_group", "num_expert_group"),
-    ("n_shared_experts", "num_shared_experts"),
-)
 # Largest numbers of what is listed one by one.
 COUNTED = {"num_layers": 1000, "moe.num_experts": 4096, "mtp.num_layers": 100, "all experts": 1 << 17}
 # Entries that may be null; others are written as 0 for a model without the feature, which is not read as that model.
@@ -67,7 +57,8 @@ class Layout:
         Raises:
             HuggingFaceError: an unsupported feature.
         """
-        raw = {**self.defaults, **{name: raw[other] for name, other in SYNONYMS if other in raw}, **raw}
+        renamed = {name: raw[other] for name, other in read_tables()["synonyms"] if other in raw}
+        raw = {**self.defaults, **renamed, **raw}
         raw |= {entry: raw[name] for entry, name in self.renamed.items() if name in raw}
         for entry, key in self.entries.items():
             if key in COUNTED and raw.get(entry) is not None:
