@@ -32,9 +32,10 @@ def written_out(stage: Stage, batch: Batch) -> list[Tensor]:
         hidden = hidden[:, :length]
         embedded = F.embedding(batch.tokens[:, depth:], stage.embedding.word.weight)
         joined = torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], dim=-1)
-        assert stage._rotary is not None
+        rotary = stage._rotary[0]
+        assert rotary is not None
         mask = stage.parallel.core_attention.plan_mask(None, tokens=batch.tokens[:, :length])
-        context = LayerContext((stage._rotary.at(length, like=hidden), None), (mask, None))
+        context = LayerContext((rotary.at(length, like=hidden), None, None), (mask, None))
         hidden = layer.final_norm(layer.block(joined @ layer.eh_proj.weight.T, context))
         logits = hidden @ stage.head.weight[:VOCAB].T
         each = F.cross_entropy(logits.flatten(0, 1), batch.labels[:, depth:].flatten(), reduction="none")
