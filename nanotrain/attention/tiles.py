@@ -86,14 +86,12 @@ def first_of_chunks(positions: np.ndarray, starts: np.ndarray, *, size: int) -> 
     return starts + (positions - starts) // size * size
 
 
-def chunk_segments(segment_ids: Tensor | None, *, length: int, size: int | None) -> Tensor | None:
-    """Segment ids [B or 1, S] with a segment for every chunk of `size` positions; None: those of the segments.
+def chunk_segments(segment_ids: Tensor | None, *, length: int, size: int) -> Tensor:
+    """Segment ids [B or 1, S] with a segment for every chunk of `size` positions, which begin with every segment.
 
     >>> chunk_segments(torch.tensor([[7, 7, 7, 8, 8]]), length=5, size=2).tolist()
     [[0, 0, 2, 3, 3]]
     """
-    if size is None:
-        return segment_ids
     starts = Spans.of(segment_ids, length=length).first_keys
     return torch.from_numpy(first_of_chunks(np.arange(length), starts, size=size))
 

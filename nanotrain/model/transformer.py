@@ -335,9 +335,9 @@ class Stage(nn.Module):
         rotary, local, factors = (None if each is None else each.at(positions, like=hidden) for each in self._rotary)
         plan_mask = partial(self.parallel.core_attention.plan_mask, tokens=batch.tokens)
         mask = plan_mask(batch.segment_ids) if False in self._has_windows else None
-        chunks = chunk_segments(
-            batch.segment_ids, length=batch.tokens.shape[1] * self.parallel.cp.size, size=self._chunk
-        )
+        chunks, length = batch.segment_ids, batch.tokens.shape[1] * self.parallel.cp.size
+        if self._chunk is not None:
+            chunks = chunk_segments(chunks, length=length, size=self._chunk)
         window_mask = plan_mask(chunks, window=self._chunk or self._window) if True in self._has_windows else None
         layer_context = LayerContext(
             rotary=(rotary, local or rotary, factors),
