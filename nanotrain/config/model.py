@@ -17,12 +17,9 @@ from nanotrain.config.layer_kinds import (
     SparseAttentionType,
 )
 from nanotrain.config.notation import (
-    read_expert_pattern,
     read_hybrid_pattern,
-    read_linear_pattern,
+    read_layer_pattern,
     read_mtp_patterns,
-    read_no_rope_pattern,
-    read_window_pattern,
 )
 from nanotrain.config.option import above, at_least, between, option, section
 from nanotrain.errors import ConfigError
@@ -350,7 +347,7 @@ class ModelConfig:
         softmax = self._letters["*"]
         if self.linear_attention_type is None:
             return (softmax,) * self.num_layers
-        layers = read_linear_pattern(self.linear_attention_freq, self.num_layers)
+        layers = read_layer_pattern("linear_attention_freq", self.linear_attention_freq, num_layers=self.num_layers)
         return tuple(self.linear_attention_type if is_linear else softmax for is_linear in layers)
 
     @property
@@ -372,7 +369,7 @@ class ModelConfig:
         moe = self.moe
         if moe is None or moe.num_experts is None:  # a model that is not complete yet has other settings of experts
             return ("dense",) * self.num_layers
-        return tuple("moe" if has else "dense" for has in read_expert_pattern(moe.layer_freq, self.num_layers))
+        return tuple("moe" if has else "dense" for has in read_layer_pattern("moe_layer_freq", moe.layer_freq, num_layers=self.num_layers))
 
     @property
     def mtp_kinds(self) -> tuple[str | None, str | None] | None:
@@ -390,9 +387,9 @@ class ModelConfig:
         """Whether each layer attends within a window; a ConfigError for an invalid pattern."""
         if self.window_size is None and self.attention_chunk_size is None:
             return (False,) * self.num_layers
-        return read_window_pattern(self.window_attn_skip_freq, self.num_layers)
+        return read_layer_pattern("window_attn_skip_freq", self.window_attn_skip_freq, num_layers=self.num_layers)
 
     @property
     def no_rope_layers(self) -> tuple[bool, ...]:
         """Whether each layer is without rotary positions, in a model that has them; see `window_layers`."""
-        return read_no_rope_pattern(self.no_rope_freq, self.num_layers)
+        return read_layer_pattern("no_rope_freq", self.no_rope_freq, num_layers=self.num_layers)

@@ -30,6 +30,7 @@ from itertools import groupby
 from threading import Lock
 from typing import Any
 
+from nanotrain.config.tables import read_table
 from nanotrain.errors import ConfigError
 from nanotrain.paths import expanded
 from nanotrain.quantities import count_of
@@ -41,46 +42,34 @@ LONGEST_PATTERN = 10_000
 PARSING = Lock()
 
 
-def read_expert_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer has experts.
+def read_layer_pattern(field: str, text: str, *, num_layers: int) -> tuple[bool, ...]:
+    """Whether a field that is a frequency or has a value per layer marks each layer.
 
     Raises:
         ConfigError: neither a number nor one 0 or 1 per layer.
 
-    >>> read_expert_pattern("2", 4), read_expert_pattern("([0] + [1]*2)*2", 6)
-    ((True, False, True, False), (False, True, True, False, True, True))
+    >>> read_layer_pattern("moe_layer_freq", "2", num_layers=4)
+    (True, False, True, False)
+    >>> read_layer_pattern("moe_layer_freq", "([0] + [1]*2)*2", num_layers=6)
+    (False, True, True, False, True, True)
+    >>> read_layer_pattern("window_attn_skip_freq", "3", num_layers=4)
+    (True, True, False, True)
+    >>> read_layer_pattern("no_rope_freq", "2", num_layers=4), read_layer_pattern("no_rope_freq", "0", num_layers=2)
+    ((False, True, False, True), (False, False))
     """
-    fix = f"set --moe-layer-freq 1 for experts in every layer, or for example '[0]+[1]*{num_layers - 1}'"
-    layers = _read_layers(text, num_layers, field="moe_layer_freq", values="a 0 (dense) or 1 (experts)", fix=fix)
-    return tuple(layer % layers == 0 for layer in range(num_layers)) if isinstance(layers, int) else layers
-
-
-def read_window_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer has the attention window.
-
-    Raises:
-        ConfigError: neither a number nor one 0 or 1 per layer.
-
-    >>> read_window_pattern("3", 4), read_window_pattern("[1]*3+[0]", 4), read_window_pattern("0", 2)
-    ((True, True, False, True), (True, True, True, False), (True, True))
-    """
-    fix = "set --window-attn-skip-freq 0 for a window in every layer, or for example '[1]*5+[0]'"
-    values = "a 1 (window) or 0 (none)"
-    return _all_but_every_nth(text, num_layers, field="window_attn_skip_freq", values=values, fix=fix)
-
-
-def read_linear_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer has linear attention.
-
-    Raises:
-        ConfigError: neither a number nor one 0 or 1 per layer.
-
-    >>> read_linear_pattern("4", 4), read_linear_pattern("0", 2)
-    ((True, True, True, False), (True, True))
-    """
-    fix = "set --linear-attention-freq 4 for softmax attention in every fourth layer, or for example '[1]*3+[0]'"
-    values = "a 1 (linear attention) or 0 (softmax attention)"
-    return _all_but_every_nth(text, num_layers, field="linear_attention_freq", values=values, fix=fix)
+    row = read_table("layer_patterns")[field]
+    try:
+        value = _parsed(text.strip())
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        value = -1
+    if isinstance(value, int) and value >= row["least"]:
+        every = value or num_layers + 1
+        return tuple(((layer + row["offset"]) % every == 0) is row["marks_nth"] for layer in range(num_layers))
+    if isinstance(value, list) and len(value) == num_layers and {*value} <= {0, 1}:
+        return tuple(map(bool, value))
+    count = f", and this has {count_of(len(value), 'value')}" if isinstance(value, list) else ""
+    why = f"it takes N for every Nth layer, or {row['values']} for each of {count_of(num_layers, 'layer')}{count}"
+    raise ConfigError(f"{field} is {text!r}", why=why, fix=row["fix"].format(others=num_layers - 1))
 
 
 HYBRID_LETTERS = "*+MG-E"
@@ -119,40 +108,6 @@ def read_mtp_patterns(text: str) -> list[str]:
         fix = "write /*E or the like once per layer of multi-token prediction, or leave / out"
         raise ConfigError(f"hybrid_layer_pattern is {text!r}", why=why, fix=fix)
     return layers
-
-
-def read_no_rope_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer is without rotary positions.
-
-    Raises:
-        ConfigError: neither a number nor one 0 or 1 per layer.
-
-    >>> read_no_rope_pattern("2", 4), read_no_rope_pattern("[1]*3+[0]", 4), read_no_rope_pattern("0", 2)
-    ((False, True, False, True), (True, True, True, False), (False, False))
-    """
-    fix = "set --no-rope-freq 0 for rotary positions in every layer, or for example '[0]*3+[1]'"
-    layers = _read_layers(text, num_layers, field="no_rope_freq", values="a 1 (no rotary positions) or 0", fix=fix)
-    return tuple(layer % layers == 0 for layer in range(1, num_layers + 1)) if isinstance(layers, int) else layers
-
-
-def _all_but_every_nth(text: str, num_layers: int, *, field: str, values: str, fix: str) -> tuple[bool, ...]:
-    layers = _read_layers(text, num_layers, field=field, values=values, fix=fix)
-    return tuple(layer % layers != 0 for layer in range(1, num_layers + 1)) if isinstance(layers, int) else layers
-
-
-def _read_layers(text: str, num_layers: int, *, field: str, values: str, fix: str) -> int | tuple[bool, ...]:
-    """A frequency, above the layers for 0; or a flag per layer; a ConfigError for text that is neither."""
-    try:
-        value = _parsed(text.strip())
-    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
-        value = -1
-    if isinstance(value, int) and (value >= 1 or value == 0 and field != "moe_layer_freq"):
-        return value or num_layers + 1
-    if isinstance(value, list) and len(value) == num_layers and {*value} <= {0, 1}:
-        return tuple(map(bool, value))
-    count = f", and this has {count_of(len(value), 'value')}" if isinstance(value, list) else ""
-    why = f"it takes N for every Nth layer, or {values} for each of {count_of(num_layers, 'layer')}{count}"
-    raise ConfigError(f"{field} is {text!r}", why=why, fix=fix)
 
 
 @cache

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from nanotrain.config.load import load_config
 from nanotrain.config.notation import (
     moves_mtp_layers,
-    read_expert_pattern,
+    read_layer_pattern,
     read_pipeline_layout,
     read_stages,
     stage_bounds,
@@ -19,7 +19,7 @@ from nanotrain.errors import ConfigError
 
 @given(st.lists(st.booleans(), min_size=1, max_size=80))
 def test_what_is_written_reads_back(layers):
-    assert read_expert_pattern(write_pattern(tuple(layers)), len(layers)) == tuple(layers)
+    assert read_layer_pattern("moe_layer_freq", write_pattern(tuple(layers)), num_layers=len(layers)) == tuple(layers)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_what_is_written_reads_back(layers):
     ],
 )
 def test_a_pattern_is_lists_joined_and_repeated(text, layers):
-    assert read_expert_pattern(text, len(layers)) == tuple(map(bool, layers))
+    assert read_layer_pattern("moe_layer_freq", text, num_layers=len(layers)) == tuple(map(bool, layers))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_pattern_is_lists_joined_and_repeated(text, layers):
 )
 def test_anything_else_is_an_error_and_never_run(text):
     with pytest.raises(ConfigError, match="moe_layer_freq is"):
-        read_expert_pattern(text, 1)
+        read_layer_pattern("moe_layer_freq", text, num_layers=1)
 
 
 @given(st.integers(0, 4), st.lists(st.integers(1, 5), max_size=6), st.integers(0, 4))

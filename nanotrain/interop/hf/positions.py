@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from nanotrain.config.model import ModelConfig, YarnConfig
-from nanotrain.config.notation import read_no_rope_pattern, write_pattern
+from nanotrain.config.notation import read_layer_pattern, write_pattern
 from nanotrain.config.schema import value_of, with_values
 from nanotrain.interop.hf.layer_types import FULL, expert_layers, layers_of
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
@@ -245,7 +245,7 @@ def _read_llama4(raw: Raw) -> Values:
     """Layers with rotary positions attend within chunks, unless config.json lists those that do."""
     layers, step = range(raw["num_hidden_layers"]), raw["interleave_moe_layer_step"]
     values = _read_no_rope(raw) | {"moe.shared_expert_intermediate_size": raw["intermediate_size"]}
-    without = read_no_rope_pattern(values["no_rope_freq"], len(layers))
+    without = read_layer_pattern("no_rope_freq", values["no_rope_freq"], num_layers=len(layers))
     kinds = raw.get("layer_types") or [FULL if each else CHUNKED for each in without]
     chunked = layers_of(CHUNKED, kinds, num_layers=len(layers))
     with_experts = layers[step - 1 :: step] if raw.get("moe_layers") is None else raw["moe_layers"]
