@@ -130,7 +130,9 @@ def microbatch(ctx: ParallelContext, words: str) -> Microbatch:
     context = BatchContext.of(Batch.of_tokens(tokens), cp=ctx.group("cp"), aux_loss_scale=1.0)
     documents, chunk = _documents(config, len(tokens)), plan.config.model.attention_chunk_size
     plan_mask = partial(stage.parallel.core_attention.plan_mask, tokens=tokens)
-    chunks = chunk_segments(documents, length=config.data.seq_length, size=chunk)
+    chunks = documents
+    if chunk is not None:
+        chunks = chunk_segments(documents, length=config.data.seq_length, size=chunk)
     layer_context = LayerContext(
         rotary=tuple(None if each is None else each.at(tokens.shape[1], like=hidden) for each in stage._rotary),
         masks=(plan_mask(documents), plan_mask(chunks, window=chunk)),
