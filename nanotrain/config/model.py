@@ -189,7 +189,7 @@ class ModelConfig:
     attention_dropout: float = option(0.0, "share of the attention weights that are dropped in training", check=between(0, 1))
     hidden_dropout: float = option(0.0, "share of the outputs of embedding, attention and MLP that are dropped in training", check=between(0, 1))
     window_size: int | None = option(None, "sliding-window attention: keys before its own that a query attends to, the left number of Megatron-LM's pair; unset: all", check=at_least(0))
-    attention_chunk_size: int | None = option(None, "chunked attention: positions of a chunk, inside of which layers with a window attend in place of a sliding one (Llama 4); unset: none", check=at_least(1))
+    attention_chunk_size: int | None = option(None, "layers with a window attend within chunks of this many positions, in place of a sliding window (Llama 4); unset: none", check=at_least(1))
     window_attn_skip_freq: str = option("0", "layers without the window: N for every Nth layer, 0 for none, or a pattern such as [1]*5+[0] with 0 for each of them")
     untie_embeddings_and_output_weights: bool = option(False, "use separate weights for embedding and head")
     scale_embeddings: bool = option(False, "multiply word embeddings by sqrt(hidden_size) (Gemma)")

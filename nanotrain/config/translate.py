@@ -161,7 +161,7 @@ def check_defaults(line: CommandLine, *, errors: ErrorCollector) -> None:
             why = f"{group}/{name}.yaml is written for nanotrain's defaults: with Megatron-LM's it means something else"
             errors.errors.append(ConfigError(what, why=why, fix="leave one of them out"))
     has_pattern = "model.hybrid_layer_pattern" in line.explicit  # whose length is num_layers
-    required = megatron().required[has_pattern:]
+    required = [name for name in megatron().required if not (has_pattern and name == "num_layers")]
     unset = [name for name in required if ENTRIES[name].key not in line.explicit]
     if unset and not line.choices and "checkpoint.use_checkpoint_args" not in line.explicit:
         flags = ", ".join(map(flag_of, unset))

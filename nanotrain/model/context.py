@@ -163,7 +163,7 @@ class BatchContext:
 class LayerContext:
     """What all layers of a stage share for one microbatch."""
 
-    # of layers without and with a window: cosines and sines of the positions; of layers without them: query factors
+    # cosines and sines of positions, of layers without and with a window; query factors, of layers without RoPE
     rotary: tuple[Rotary | None, Rotary | None, Rotary | None] = (None, None, None)
     masks: tuple[Any, Any] = (None, None)  # of layers without and with a window, made by `CoreAttention.plan_mask`
     segment_ids: Tensor | None = None  # [B, S] of full sequences, on every rank of cp; None without documents
