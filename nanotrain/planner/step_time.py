@@ -4,7 +4,7 @@ Every pipeline rank runs its actions of the real schedule, each when its input i
 of gradients, which begin during the last backward, and the gathers of parameters.
 """
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from nanotrain.optim.state import host_fraction
 from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape
 from nanotrain.parallel.pp.schedules import build_schedule
-from nanotrain.parallel.pp.simulate import Span, Timeline
+from nanotrain.parallel.pp.simulate import Span, Timeline, runnable_steps
 from nanotrain.planner.collectives import collective_s
 from nanotrain.planner.kernels import memory_s
 from nanotrain.planner.parts import Streams
@@ -307,18 +307,10 @@ def steps_of(name: str, shape: PipelineShape) -> tuple[Step, ...]:
     schedule = build_schedule(name, shape)
     steps: list[Step] = []
     places: dict[Action, int] = {}  # of the steps of actions
-    following = [deque(schedule.steps(rank)) for rank in range(shape.num_ranks)]
-    while any(following):
-        for rank, further in enumerate(following):
-            while further:
-                actions = (further[0],) if isinstance(further[0], Action) else tuple(further[0])
-                needed = [each for action in actions for each in schedule.dependencies_of(action)]
-                if any(each not in places for each in needed):
-                    break
-                further.popleft()
-                received = [places[each] for each in needed if schedule.rank_of_stage[each.stage] != rank]
-                consumers = [each for each in map(schedule.consumer_of, actions) if each is not None]
-                num_sent = sum(schedule.rank_of_stage[each.stage] != rank for each in consumers)
-                places |= dict.fromkeys(actions, len(steps))
-                steps.append(Step(rank, actions, tuple(received), num_sent))
+    for rank, actions, needed in runnable_steps(schedule):
+        received = [places[each] for each in needed if schedule.rank_of_stage[each.stage] != rank]
+        consumers = [each for each in map(schedule.consumer_of, actions) if each is not None]
+        num_sent = sum(schedule.rank_of_stage[each.stage] != rank for each in consumers)
+        places |= dict.fromkeys(actions, len(steps))
+        steps.append(Step(rank, actions, tuple(received), num_sent))
     return tuple(steps)

@@ -9,7 +9,7 @@ A deadlock and a missing or repeated action are errors here; at run time they wo
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import NamedTuple
@@ -83,7 +83,6 @@ def simulate(schedule: Schedule, *, costs: Costs = UNIT_COSTS) -> Timeline:
     _check_ranks(schedule)
     _check_complete(schedule)
     spans: list[list[Span]] = [[] for _ in schedule.actions]
-    steps = [deque(schedule.steps(rank)) for rank in range(len(schedule.actions))]
     ends: dict[Action, float] = {}
     ranks = schedule.rank_of_stage
     cost_of = {
@@ -93,35 +92,38 @@ def simulate(schedule: Schedule, *, costs: Costs = UNIT_COSTS) -> Timeline:
         ActionKind.backward_weight: costs.weight,
     }
 
-    def ready_at(action: Action, rank: int) -> float | None:
-        """When all inputs of an action are on its rank; None while a dependency has not run."""
-        ready = 0.0
-        for needed in schedule.dependencies_of(action):
-            if (end := ends.get(needed)) is None:
-                return None
-            ready = max(ready, end + (costs.transfer if ranks[needed.stage] != rank else 0))
-        return ready
-
-    progressed = True
-    while progressed:
-        progressed = False
-        for rank, following in enumerate(steps):
-            done = spans[rank]
-            while following:
-                actions = (following[0],) if isinstance(following[0], Action) else following[0]
-                ready = [ready_at(action, rank) for action in actions]
-                if None in ready:
-                    break
-                start = max([done[-1].end if done else 0.0, *filter(None, ready)])
-                complete = start + sum(cost_of[action.kind] for action in actions)
-                for action in actions:
-                    end = start + cost_of[action.kind]
-                    done.append(Span(action, start, end, complete))
-                    ends[action], start = complete, end
-                following.popleft()
-                progressed = True
+    for rank, actions, needed in runnable_steps(schedule):
+        received = (ends[each] + costs.transfer * (ranks[each.stage] != rank) for each in needed)
+        done = spans[rank]
+        start = max([done[-1].end if done else 0.0, *received])
+        complete = start + sum(cost_of[action.kind] for action in actions)
+        for action in actions:
+            end = start + cost_of[action.kind]
+            done.append(Span(action, start, end, complete))
+            ends[action], start = complete, end
     _check_finished(schedule, spans)
     return Timeline(tuple(map(tuple, spans)))
+
+
+def runnable_steps(schedule: Schedule) -> Iterator[tuple[int, tuple[Action, ...], list[Action]]]:
+    """What all ranks run, in an order in which each follows those that it needs; a deadlock ends it early.
+
+    Yields:
+        A rank, an action or the two of a pair, and the actions whose results it needs.
+    """
+    following = [deque(schedule.steps(rank)) for rank in range(len(schedule.actions))]
+    done, num_before = set[Action](), -1
+    while len(done) > num_before:
+        num_before = len(done)
+        for rank, steps in enumerate(following):
+            while steps:
+                actions = (steps[0],) if isinstance(steps[0], Action) else tuple(steps[0])
+                needed = [each for action in actions for each in schedule.dependencies_of(action)]
+                if not done.issuperset(needed):
+                    break
+                steps.popleft()
+                done.update(actions)
+                yield rank, actions, needed
 
 
 def _peak(spans: Iterable[Span], is_end: Callable[[ActionKind], bool]) -> int:
