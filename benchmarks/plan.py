@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from nanotrain.errors import NanotrainError, report
-from nanotrain.planner.rows import RowPrediction, predict_rows, read_table
+from nanotrain.planner.rows import RowPrediction, predict_row, read_table
 
 SAMPLE = Path(__file__).parent / "data" / "published_runs.tsv"
 CELL = ("hardware", "gpus", "layers", "hidden", "ffn", "seq", "gbs", "precision")  # of one set of layouts
@@ -132,8 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", metavar="NAME", help="engine of all rows (default: inferred from each)")
     args = parser.parse_args(argv)
     try:
-        rows = read_table(args.table)
-        runs = [Run(*pair) for pair in zip(rows, predict_rows(rows, engine=args.engine), strict=True)]
+        runs = [Run(cells, predict_row(cells, engine=args.engine)) for cells in read_table(args.table)]
     except NanotrainError as error:
         return report(error)
     print("\n".join(table_of(runs)))

@@ -35,7 +35,7 @@ from plan import SAMPLE, Run
 
 from nanotrain.errors import NanotrainError, report
 from nanotrain.planner.hardware import gpu_of, gpus
-from nanotrain.planner.rows import predict_rows, read_table
+from nanotrain.planner.rows import predict_row, read_table
 from nanotrain.planner.scenario import engines
 
 ARCHITECTURES = {"a100": "a100", "h100": "h100", "b200": "blackwell", "gb200": "blackwell"}
@@ -96,7 +96,7 @@ def set_shares(factors: Mapping[Kind, float]) -> None:
 
 def predicted(rows: Sequence[dict[str, str]]) -> list[Run]:
     """The runs of rows, with their predictions."""
-    return [Run(*pair) for pair in zip(rows, predict_rows(rows), strict=True)]
+    return [Run(cells, predict_row(cells)) for cells in rows]
 
 
 def curves(rows: Sequence[dict[str, str]]) -> dict[str, list[float]]:

@@ -4,7 +4,6 @@ TSV --read_table--> rows --scenario_of_row--> scenarios --predict--> TSV: id, fi
 """
 
 import csv
-from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -61,18 +60,13 @@ def read_table(path: Path) -> list[dict[str, str]]:
     return [{**row, "id": row.get("id") or str(number)} for number, row in enumerate(table, start=1)]
 
 
-def predict_rows(rows: Iterable[dict[str, str]], *, engine: str | None = None) -> Iterator[RowPrediction]:
-    """The predictions of rows; a row that cannot be modelled has its reason as note.
+def predict_row(cells: dict[str, str], *, engine: str | None = None) -> RowPrediction:
+    """The prediction of a row; one that cannot be modelled has its reason as note.
 
     Args:
-        rows: cells by column.
-        engine: name of the engine of all rows; None infers that of each.
+        cells: cells by column.
+        engine: name of the engine; None infers it.
     """
-    return (predict_row(cells, engine=engine) for cells in rows)
-
-
-def predict_row(cells: dict[str, str], *, engine: str | None = None) -> RowPrediction:
-    """The prediction of one row; arguments as for `predict_rows`."""
     try:
         prediction, assumed = _best(cells, engine=engine)
     except NanotrainError as error:
@@ -127,7 +121,7 @@ def run_rows(table: Path, output: Path, *, engine: str | None = None) -> str:
     """
     if engine is not None:
         engine_of(engine)
-    predictions = list(predict_rows(read_table(table), engine=engine))
+    predictions = [predict_row(cells, engine=engine) for cells in read_table(table)]
     try:
         output.write_text("".join("\t".join(line) + "\n" for line in (COLUMNS, *predictions)), encoding="utf-8")
     except OSError as error:

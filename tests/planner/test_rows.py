@@ -6,7 +6,7 @@ import pytest
 
 from nanotrain.cli.main import main
 from nanotrain.errors import ConfigError
-from nanotrain.planner.rows import COLUMNS, predict_rows, read_table, run_rows
+from nanotrain.planner.rows import COLUMNS, predict_row, read_table, run_rows
 from tests.planner.test_row_config import DENSE, EXPERTS
 
 
@@ -20,14 +20,14 @@ def table(path: Path, rows: list[dict[str, str]], columns: list[str] | None = No
 def test_names_have_no_influence() -> None:
     rows = [DENSE | {"id": "1", "model": "llama", "source": "A", "value": "1"}, EXPERTS | {"id": "2", "model": "x"}]
     other = [row | {"model": "nanotron-qwen", "source": "mosaicml deepseek", "value": "9"} for row in rows]
-    assert list(predict_rows(rows)) == list(predict_rows(other))
+    assert [*map(predict_row, rows)] == [*map(predict_row, other)]
 
 
 def test_order_of_columns_and_empty_ones_have_no_influence(tmp_path: Path) -> None:
     columns = ["unknown column", *reversed(DENSE), "flags", "experts"]
     plain = read_table(table(tmp_path / "a.tsv", [DENSE]))
     other = read_table(table(tmp_path / "b.tsv", [DENSE | {"unknown column": "7"}], columns))
-    assert list(predict_rows(plain)) == list(predict_rows(other))
+    assert [*map(predict_row, plain)] == [*map(predict_row, other)]
 
 
 def test_odd_text_is_read(tmp_path: Path) -> None:
@@ -35,9 +35,8 @@ def test_odd_text_is_read(tmp_path: Path) -> None:
     text = path.read_text()
     odd = "\ufeff" + text.replace("hidden", " Hidden ").replace("4096\t", "4,096\t").replace("\n", "\r\n") + "\r\n\r\n"
     path.write_text(odd, newline="")
-    assert [row.memory_gib for row in predict_rows(read_table(path))] == [
-        row.memory_gib for row in predict_rows([DENSE | {"id": "1"}])
-    ]
+    (row,) = read_table(path)
+    assert predict_row(row).memory_gib == predict_row(DENSE | {"id": "1"}).memory_gib
 
 
 def test_the_output_has_a_line_per_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,13 +56,13 @@ def test_the_output_has_a_line_per_row(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_open_cells_get_the_best_choice_that_fits() -> None:
     cells = DENSE | {"id": "1", "mbs": "", "recompute": ""}
-    (best,) = predict_rows([cells])
-    stated = list(predict_rows([cells | {"mbs": str(2**power), "recompute": "none"} for power in range(4)]))
+    best = predict_row(cells)
+    stated = [predict_row(cells | {"mbs": str(2**power), "recompute": "none"}) for power in range(4)]
     assert best.fits == "yes"
     fitting = [float(row.tokens_per_s_per_gpu) for row in stated if row.fits == "yes"]
     assert float(best.tokens_per_s_per_gpu) == max(fitting)
     assert "mbs not stated: " in best.note and "recompute not stated: none" in best.note
-    (odd,) = predict_rows([cells | {"gbs": "24"}])  # 3 samples for each of 8 data-parallel ranks
+    odd = predict_row(cells | {"gbs": "24"})  # 3 samples for each of 8 data-parallel ranks
     assert "mbs not stated: 1" in odd.note
     tight = DENSE | {
         "id": "1",
@@ -75,18 +74,18 @@ def test_open_cells_get_the_best_choice_that_fits() -> None:
         "gbs": "128",
         "mbs": "1",
     }
-    (row,) = predict_rows([tight])
+    row = predict_row(tight)
     assert "recompute not stated: selective" in row.note
-    (row,) = predict_rows([tight | {"recompute": "none"}])
+    row = predict_row(tight | {"recompute": "none"})
     assert "not stated" not in row.note and row.fits == "no"
 
 
 def test_flags_mean_the_last_rank() -> None:
     flags = "tensor-model-parallel-size=1 pipeline-model-parallel-size=4 bf16 use-distributed-optimizer"
     cells = DENSE | {"id": "1", "tp": "1", "vp": "", "flags": flags}
-    (row,) = predict_rows([cells])
+    row = predict_row(cells)
     assert "last pipeline rank" in row.note
-    (unknown,) = predict_rows([cells | {"flags": flags + " perform-rl-step"}])
+    unknown = predict_row(cells | {"flags": flags + " perform-rl-step"})
     assert unknown.note == "not modelled: reinforcement-learning has no model" and not unknown.memory_gib
 
 
