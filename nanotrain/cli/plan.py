@@ -28,8 +28,6 @@ def plan(argv: Sequence[str]) -> int:
     args, rest = parser.parse_known_args(argv)
     if (args.rows is None) != (args.output is None):
         parser.error("--rows FILE.tsv and --output OUT.tsv belong together")
-    if (args.rows is None) == (args.world_size is None):
-        parser.error("give --world-size N, or --rows FILE.tsv --output OUT.tsv")
     if args.rows is not None and rest:
         parser.error(f"--rows takes every setting from the table: leave out {rest[0]}")
     with importing_torch():

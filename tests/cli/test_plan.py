@@ -39,7 +39,7 @@ def test_a_search_prints_the_command_line_of_the_fastest(capsys):
         ([*RUN, "--engine", "megatorn"], "megatron"),
         ([*RUN, "--tensor-model-parallel-size", "3"], "tp=3"),
         ([*RUN, "--expert-model-parallel-size", "2"], "expert"),
-        (RUN[:2], "give --world-size N"),
+        (RUN[:2], "--world-size --rows is required"),
         (["--rows", "a.tsv", "--output", "b.tsv", "+config=tiny"], "leave out +config=tiny"),
     ],
 )
