@@ -25,6 +25,7 @@ from nanotrain.spec.shape import ModelShape
 from nanotrain.topology.groups import GroupName, GroupSpec
 from nanotrain.topology.topology import Topology
 
+Message = tuple[str, int]  # operation, and index of the other side in the group
 MAX_ALL = 8  # ranks of a world that are all run
 MAX_CP_CLASSES = 8  # of more context-parallel ranks the first, the last and one of the others are run
 
@@ -121,12 +122,11 @@ def disagreements(
         calls: calls of some of them, perhaps of the full schedule.
         classes: classes of all ranks.
     """
-    by_group = {rank: _by_group(each) for rank, each in calls.items()}
+    series = {rank: _series(each) for rank, each in calls.items()}
 
-    def side(rank: int, name: GroupName, *, messages: tuple[str, int] | None = None) -> Side:
+    def side(rank: int, name: GroupName, *, message: Message | None = None) -> Side:
         spec = records[rank].plan.groups[name]
-        collectives, by_peer = by_group[rank][spec.ranks]
-        return Side(records[rank], spec, collectives if messages is None else by_peer[messages])
+        return Side(records[rank], spec, series[rank][spec.ranks, message])
 
     for rank in calls:
         groups = {spec.ranks: spec for spec in reversed([*records[rank].plan.groups.values()]) if spec.size > 1}
@@ -134,23 +134,20 @@ def disagreements(
             for other in {classes.stand_in(member) for member in spec.ranks}.intersection(calls):
                 if rank < other:
                     yield from _first_difference(side(rank, spec.name), side(other, spec.name))
-            for op, peer in [*by_group[rank][spec.ranks][1]]:
+            for op, peer in [message for ranks, message in series[rank] if message and ranks == spec.ranks]:
                 other = classes.stand_in(spec.ranks[peer])
                 if other in calls:
                     back = (records[other].plan.groups[spec.name].index - peer + spec.index) % spec.size
-                    theirs = side(other, spec.name, messages=("send" if op == "receive" else "receive", back))
-                    yield from _first_difference(side(rank, spec.name, messages=(op, peer)), theirs)
+                    theirs = side(other, spec.name, message=("send" if op == "receive" else "receive", back))
+                    yield from _first_difference(side(rank, spec.name, message=(op, peer)), theirs)
 
 
-Calls = tuple[list[Call], dict[tuple[str, int], list[Call]]]  # collectives; messages by operation and peer
-
-
-def _by_group(calls: Sequence[Call]) -> dict[tuple[int, ...], Calls]:
-    by_group: dict[tuple[int, ...], Calls] = defaultdict(lambda: ([], defaultdict(list)))
+def _series(calls: Sequence[Call]) -> dict[tuple[tuple[int, ...], Message | None], list[Call]]:
+    """The collectives of every group, and its messages by operation and peer."""
+    series = defaultdict[tuple[tuple[int, ...], Message | None], list[Call]](list)
     for call in calls:
-        collectives, messages = by_group[call.ranks]
-        (collectives if call.peer is None else messages[call.op, call.peer]).append(call)
-    return by_group
+        series[call.ranks, None if call.peer is None else (call.op, call.peer)].append(call)
+    return series
 
 
 def _first_difference(one: Side, two: Side) -> Iterator[str]:

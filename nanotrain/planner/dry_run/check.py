@@ -101,9 +101,9 @@ def dry_run(config: Config, world_size: int, *, rank: int | None = None) -> DryR
         world_size: ranks of the run.
         rank: the only rank to run; None for those of all classes.
     """
+    config = with_values(config, read_data("dry_run")["settings"])
     topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
-    one_by_one = with_values(config, {"parallel.overlap_moe_expert_parallel_comm": False})
-    classes, schedule = RankClasses(config, topology), train_schedule(one_by_one, world_size)
+    classes, schedule = RankClasses(config, topology), train_schedule(config, world_size)
     firsts, others = classes.run_ranks if rank is None else ([rank], [])
     records: dict[int, RankRecord] = {}
     shapes: dict[object, object] = {}
@@ -141,8 +141,7 @@ def _few(config: Config, topology: Topology, *, fewest: bool = False) -> Config:
         few = 2 * pp
     elif config.parallel.pipeline_schedule == "gpipe":  # all are kept at once
         few = FEWEST if fewest else number
-    values = read_data("dry_run")["settings"]
-    return with_batch_size(with_values(config, values), train.micro_batch_size * dp * min(few, number))
+    return with_batch_size(config, train.micro_batch_size * dp * min(few, number))
 
 
 def _save_faults(records: Mapping[int, RankRecord]) -> Iterator[str]:
