@@ -37,6 +37,7 @@ class Placement(NamedTuple):
     per_node: int  # most ranks in one node
 
 
+@lru_cache(maxsize=1 << 16)
 def collective_s(gpu: GPU, operation: str, *, num_bytes: float, ranks: Sequence[int]) -> float:
     """Seconds of a collective.
 
@@ -48,26 +49,9 @@ def collective_s(gpu: GPU, operation: str, *, num_bytes: float, ranks: Sequence[
     """
     if len(ranks) < 2 or num_bytes <= 0:
         return 0.0
-    return _collective_s(gpu, operation, num_bytes=num_bytes, place=placement(gpu, ranks))
-
-
-@lru_cache(maxsize=1 << 12)
-def placement(gpu: GPU, ranks: Sequence[int]) -> Placement:
-    """Where ranks lie when the scheduler fills one node after the other.
-
-    >>> from nanotrain.planner.hardware import gpu_of
-    >>> placement(gpu_of("h100"), range(0, 64, 4))
-    Placement(size=16, num_nodes=8, per_node=2)
-    """
-    counts = Counter(rank // gpu.gpus_per_node for rank in ranks)
-    return Placement(len(ranks), len(counts), max(counts.values()))
-
-
-@lru_cache(maxsize=1 << 16)
-def _collective_s(gpu: GPU, operation: str, *, num_bytes: float, place: Placement) -> float:
+    place, link = placement(gpu, ranks), gpu.network
     if place.num_nodes == 1:
         return _inside_s(gpu, operation, num_bytes=num_bytes, size=place.size)
-    link = gpu.network
     if operation == "p2p":
         return LAUNCH_S + link.latency + num_bytes / (link.bandwidth * gpu.network_efficiency)
     if operation == "all_to_all":
@@ -85,6 +69,18 @@ def _collective_s(gpu: GPU, operation: str, *, num_bytes: float, place: Placemen
         for steps, share in algorithms
         for latency, speed in PROTOCOLS
     )
+
+
+@lru_cache(maxsize=1 << 12)
+def placement(gpu: GPU, ranks: Sequence[int]) -> Placement:
+    """Where ranks lie when the scheduler fills one node after the other.
+
+    >>> from nanotrain.planner.hardware import gpu_of
+    >>> placement(gpu_of("h100"), range(0, 64, 4))
+    Placement(size=16, num_nodes=8, per_node=2)
+    """
+    counts = Counter(rank // gpu.gpus_per_node for rank in ranks)
+    return Placement(len(ranks), len(counts), max(counts.values()))
 
 
 def _all_to_all_s(gpu: GPU, *, num_bytes: float, place: Placement) -> float:

@@ -65,12 +65,9 @@ class GPU:
             ConfigError: a dtype that the GPU has no matrix unit for.
         """
         if dtype not in self.peak_flops:
-            near = "fp8" if "fp8" in self.peak_flops else "bf16" if "bf16" in self.peak_flops else "fp16"
-            raise ConfigError(
-                f"{self.name} has no {dtype} products",
-                why=f"its matrix units compute in {', '.join(self.peak_flops)}",
-                fix=f"use {near}",
-            )
+            near = next(each for each in ("fp8", "bf16", "fp16") if each in self.peak_flops)
+            why = f"its matrix units compute in {', '.join(self.peak_flops)}"
+            raise ConfigError(f"{self.name} has no {dtype} products", why=why, fix=f"use {near}")
         return self.peak_flops[dtype]
 
 
@@ -92,8 +89,14 @@ def _gpu(name: str, **row: Any) -> GPU:
 
 
 @cache
-def as_calibrated(gpu: GPU) -> GPU:
-    """The GPU whose operators and collectives take as long as on the machine that was measured."""
+def machine_of(gpu: GPU, link: tuple[float, float] | None = None) -> GPU:
+    """The GPU whose operators and collectives take as long as on the machine that was measured.
+
+    Args:
+        gpu: a GPU with its calibration.
+        link: bandwidth and latency between nodes as collectives reach them; None for those of the GPU.
+    """
+    gpu = replace(gpu, network=Link(*link), network_efficiency=1.0) if link else gpu
     compute, slower = gpu.calibration.compute, gpu.calibration.network
     node, network = (Link(link.bandwidth / slower, link.latency * slower) for link in (gpu.node, gpu.network))
     peaks, bandwidth = {dtype: peak / compute for dtype, peak in gpu.peak_flops.items()}, gpu.memory_bandwidth / compute

@@ -15,7 +15,7 @@ from nanotrain.config.schedules import global_batch_size, num_microbatches
 from nanotrain.config.suggest import nearest_choice
 from nanotrain.errors import ConfigError
 from nanotrain.parallel.pp.actions import PipelineShape
-from nanotrain.planner.hardware import GPU, Link, as_calibrated, read_data
+from nanotrain.planner.hardware import GPU, machine_of, read_data
 from nanotrain.spec.counts import layer_weights
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec, balanced_lengths, stages_of_lengths
@@ -95,8 +95,7 @@ class Scenario:
     @cached_property
     def machine(self) -> GPU:
         """The GPU as calibrated, with the network of the engine's measurements where those had another."""
-        gpu = _with_link(self.gpu, self.engine.link) if self.engine.link else self.gpu
-        return as_calibrated(gpu)
+        return machine_of(self.gpu, self.engine.link)
 
     @property
     def padding(self) -> float:
@@ -139,11 +138,6 @@ def _ranks(topology: Topology, name: GroupName) -> Sequence[int]:
     return range(0, members[-1] + 1, steps.pop()) if len(steps) == 1 else members
 
 
-@cache
-def _with_link(gpu: GPU, link: tuple[float, float]) -> GPU:
-    return replace(gpu, network=Link(*link), network_efficiency=1.0)
-
-
 def _lengths_by_weights(weights: Sequence[int], num_ranks: int) -> list[int]:
     """Layers of every rank; a rank gets layers until they exceed its share of the weights (nanotron, build_model)."""
     shares = (sum(weights) * (rank + 1) // num_ranks // weights[0] for rank in range(num_ranks))
@@ -154,9 +148,8 @@ def _lengths_by_weights(weights: Sequence[int], num_ranks: int) -> list[int]:
 @cache
 def engines() -> dict[str, Engine]:
     """The engines by name."""
-    rows = read_data("engines")
-    names = [name for name in rows if name not in ("defaults", "on_cpu")]
-    return {name: Engine(name, **_fields(rows["defaults"] | rows[name])) for name in names}
+    table = read_data("engines")
+    return {name: Engine(name, **_fields(table["defaults"] | row)) for name, row in table["engines"].items()}
 
 
 def _fields(row: dict[str, Any]) -> dict[str, Any]:
