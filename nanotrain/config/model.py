@@ -65,6 +65,7 @@ class MoEConfig:
     layer_freq: str = option("1", "MoE layers: N for every Nth layer from the first, or a pattern such as [0]*3+[1]*58")
     ffn_hidden_size: int | None = option(None, "inner width of an expert; unset: ffn_hidden_size", check=at_least(1))
     num_zero_experts: int = option(0, "further experts that a router chooses from, which return their input (LongCat-Flash)", check=at_least(0))
+    shortcut: bool = option(False, "layers with experts have a second attention and a dense MLP as wide as the shared expert, after which the output of the experts is added (LongCat-Flash)")
     latent_size: int | None = option(None, "width of the tokens that experts read and write, by projections before and after them (Nemotron 3 Super); unset: hidden_size", check=at_least(1))
     shared_expert_intermediate_size: int | None = option(None, "inner width of the shared expert; unset: no shared expert", check=at_least(1))
     shared_expert_gate: bool = option(False, "multiply the output of the shared expert by the sigmoid of a learned projection of the token")
@@ -276,11 +277,15 @@ class ModelConfig:
     def ffn_size(self) -> int:
         """Inner width of the MLP: 4x hidden, or with swiglu 8/3x hidden rounded up to a multiple of 64.
 
+        With `moe.shortcut` all MLPs have the width of the shared expert.
+
         >>> ModelConfig(hidden_size=256).ffn_size, ModelConfig(hidden_size=256, activation="gelu").ffn_size
         (704, 1024)
         """
-        if self.ffn_hidden_size is not None:
-            return self.ffn_hidden_size
+        moe = self.moe
+        width = moe.shared_expert_intermediate_size if moe and moe.shortcut else self.ffn_hidden_size
+        if width is not None:
+            return width
         is_swiglu = self.activation == "swiglu"
         return round_up(-(-8 * self.hidden_size // 3), 64) if is_swiglu else 4 * self.hidden_size
 

@@ -117,6 +117,8 @@ DISCARDED = {
 
 def recompute_modules(block: nn.Module, modules: Collection[str], *, recompute: Recompute) -> None:
     """Replace functions of a block in place; no module gets a second name, under which it would be saved twice."""
+    if isinstance(second := getattr(block, "second", None), nn.Module):  # of a `ShortcutBlock`
+        recompute_modules(second, modules, recompute=recompute)
     other_mlp = "mlp" if _has(block, "mlp.experts") else "moe"
     for path in [path for name, path in CHECKPOINTED.items() if name in modules and name != other_mlp]:
         if not _has(block, path):

@@ -13,6 +13,7 @@ have one token, each routes all of them.
     B batch   S tokens of a sequence at the input of the layer   H hidden
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -62,7 +63,7 @@ class MoELayer(nn.Module):
         self._tp = single if parallel.sequence.size == 1 else parallel.tp.group
         self._split = single if parallel.tp.sequence_parallel else self._tp
         self.router, self.weights_inputs = Router(moe, params, parallel=parallel), moe.apply_probs_on_input
-        self._num_experts = moe.num_experts  # with weights; those that follow return their input
+        self._num_experts, self.has_zero_experts = moe.num_experts, moe.num_zero_experts > 0
         options = replace(parallel.dispatch, may_drop=moe.may_drop, recompute=parallel.recompute)
         self.dispatcher = build_token_dispatcher(moe.num_experts, ep=parallel.ep, etp=parallel.etp, options=options)
         latent = partial(_latent_projection, params, tensor_parallel=parallel.tp.unsharded)
@@ -85,28 +86,37 @@ class MoELayer(nn.Module):
         shared_gate = params.get("shared_gate.weight")
         self.shared_gate = None if shared_gate is None else Linear(shared_gate, None)
 
-    @eager  # tokens per expert vary between batches, and there are collectives in between
+    @eager
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
+        finish = self.start(hidden, context)
+        shared = None if self.shared is None else self.shared(hidden, context)  # while tokens travel
+        if shared is not None and self.shared_gate is not None:  # a factor of each token, the same on every tp rank
+            shared = self.shared_gate.fprop(hidden).sigmoid() * shared
+        out = finish()
+        return self.dropout(out if shared is None else out + shared, context.dropout)
+
+    @eager  # tokens per expert vary between batches, and there are collectives in between
+    def start(self, hidden: Tensor, context: LayerContext) -> Callable[[], Tensor]:
+        """Send tokens [B, S, H] to their experts; returns a function that waits for the sums of their outputs."""
         local = split_along(hidden, self._split, dim=_SEQUENCE)
         routing = self.router(local, context, positions=partial(self._positions, local, context))
         tokens = self.fc1_latent_proj(local).flatten(0, 1)
         if self.weights_inputs:  # of one expert, so a token is scaled before it is sent
             tokens = (tokens * routing.topk_weights).to(tokens.dtype)
             routing = replace(routing, topk_weights=torch.ones_like(routing.topk_weights))
-        has_zero_experts = self.router.num_experts > self._num_experts
-        sent = routing.of_experts(self._num_experts) if has_zero_experts else routing
-        finish = self.dispatcher(tokens, sent, kept=context.dispatch_splits)
-        shared = None if self.shared is None else self.shared(hidden, context)  # while tokens travel
-        if shared is not None and self.shared_gate is not None:  # a factor of each token, the same on every tp rank
-            shared = self.shared_gate.fprop(hidden).sigmoid() * shared
-        outputs = finish(self.experts)
-        if has_zero_experts:  # whose outputs are the tokens
-            weights = routing.topk_weights.masked_fill(routing.topk_ids < self._num_experts, 0)
-            outputs = outputs + (weights.sum(-1, keepdim=True) * tokens).to(outputs.dtype)
-        routed = self.fc2_latent_proj(outputs.unflatten(0, local.shape[:2]))
-        out = concat_along(routed, self._split, dim=_SEQUENCE)
-        return self.dropout(out if shared is None else out + shared, context.dropout)
+        sent = routing.of_experts(self._num_experts) if self.has_zero_experts else routing
+        finish_routed = self.dispatcher(tokens, sent, kept=context.dispatch_splits)
+
+        @eager
+        def finish() -> Tensor:
+            out = finish_routed(self.experts)
+            if self.has_zero_experts:  # their outputs are the tokens
+                weights = routing.topk_weights.masked_fill(routing.topk_ids < self._num_experts, 0)
+                out = out + (weights.sum(-1, keepdim=True) * tokens).to(out.dtype)
+            return concat_along(self.fc2_latent_proj(out.unflatten(0, local.shape[:2])), self._split, dim=_SEQUENCE)
+
+        return finish
 
     def _positions(self, local: Tensor, context: LayerContext) -> Tensor:
         """[S of this tp rank] int64, the positions of its tokens in their sequence."""

@@ -4,15 +4,15 @@
     Embedding  tokens -> hidden states        Head  hidden states -> loss or logits
     Block      x + attention(norm(x)), then x + mlp(norm(x)); or with norms of the outputs
     HalfBlock  one of the two, in models with a hybrid layer pattern
-    MLP        up projection, activation, down projection
+    ShortcutBlock   two blocks, to whose end the experts of the first are added
 
     tokens -> [embedding] -> layers.{first}..{last-1} -> [final_norm -> head] -> loss
               first stage                                 last stage
 
-Other files: those of MIXER_MODULES, norm.py, rope.py, mixture of experts (moe.py) and multi-token prediction (mtp.py).
+Other files: those of MIXER_MODULES, norm.py, rope.py, MLPs (mlp.py), experts (moe.py), multi-token prediction (mtp.py).
 Parameters are declared in spec/parameters.py and created on the meta device. Their names are global on every stage.
 
-    B batch   S sequence   H hidden   F inner width of the MLP   V vocabulary   Vp vocabulary with padding
+    B batch   S sequence   H hidden   V vocabulary   Vp vocabulary with padding
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,6 @@ from nanotrain.attention.tiles import chunk_segments
 from nanotrain.comm.autograd import concat_along
 from nanotrain.config.model import ModelConfig
 from nanotrain.data.batch import Batch
-from nanotrain.model.activations import build_activation
 from nanotrain.model.attention import Attention
 from nanotrain.model.attention_mamba import AttentionMamba2
 from nanotrain.model.context import BatchContext, DropoutPlace, HiddenDropout, LayerContext, ModelParallel
@@ -36,19 +35,14 @@ from nanotrain.model.delta_net import GatedDeltaNet, KimiDeltaAttention
 from nanotrain.model.dsa import SparseLatentAttention
 from nanotrain.model.mamba import Mamba2
 from nanotrain.model.mla import MultiLatentAttention
+from nanotrain.model.mlp import build_mlp
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.mtp import MTPLayer
 from nanotrain.model.norm import RMSNorm, build_norm, build_post_norm
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import layer_tables
 from nanotrain.model.short_conv import ShortConv
-from nanotrain.parallel.tp.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    TensorParallel,
-    VocabParallelEmbedding,
-    column_parallel,
-)
+from nanotrain.parallel.tp.layers import TensorParallel, VocabParallelEmbedding
 from nanotrain.parallel.tp.loss import Targets, TokenGroups, Vocabulary, vocab_parallel_cross_entropy
 from nanotrain.spec.declaration import Declaration
 from nanotrain.spec.kinds import MIXERS
@@ -56,39 +50,6 @@ from nanotrain.spec.parameters import declare_stage
 from nanotrain.spec.params import LocalParam
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec
-
-
-class MLP(nn.Module):
-    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x)) (Shazeer 2020, "GLU variants").
-
-    Args:
-        model_config: the activation between the projections.
-        params: up, down; gate where declared.
-        tensor_parallel: shards the inner width F.
-        dropout: dropout of the output; None in an expert, whose layer drops the sum of all.
-    """
-
-    def __init__(
-        self,
-        model_config: ModelConfig,
-        params: Parameters,
-        *,
-        tensor_parallel: TensorParallel,
-        dropout: HiddenDropout | None = None,
-    ) -> None:
-        super().__init__()
-        column = partial(ColumnParallelLinear, tensor_parallel=tensor_parallel)
-        self.gate = column(*params.linear("gate")) if params.get("gate.weight") is not None else None
-        self.activation = build_activation(model_config, params)
-        self.up = column(*params.linear("up"))
-        self.projections = (self.up,) if self.gate is None else (self.gate, self.up)  # a tuple registers none twice
-        self.down = RowParallelLinear(*params.linear("down"), tensor_parallel=tensor_parallel)
-        self.dropout = dropout
-
-    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """[B, S or S/tp, H] -> the same shape."""
-        out: Tensor = self.down(self.activation(*column_parallel(hidden, self.projections)))
-        return out if self.dropout is None else self.dropout(out, context.dropout)
 
 
 class Block(nn.Module):
@@ -114,6 +75,31 @@ class Block(nn.Module):
         """[B, S or S/tp, H] -> the same shape."""
         x = x + self.attention_post_norm(self.attention(self.attention_norm(x), context))
         return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x), context))
+
+
+class ShortcutBlock(Block):
+    """A block with experts and a dense block, at whose end the experts' outputs are added (LongCat-Flash, section 2.2).
+
+        x1 = x + attention(norm(x))        routed experts of norm(x1) ---------------+
+        x2 = x1 + shared expert(norm(x1)), through the second block ---------------- + --> out
+
+    Tokens travel to their experts and back while the shared expert and the second block are computed.
+    """
+
+    mlp: MoELayer
+
+    def __init__(self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int) -> None:
+        super().__init__(model_config, params, parallel=parallel, layer=layer)
+        self.second = Block(model_config, params.submodule("second"), parallel=parallel, layer=layer)
+
+    def forward(self, x: Tensor, context: LayerContext) -> Tensor:
+        """[B, S or S/tp, H] -> the same shape."""
+        x = x + self.attention_post_norm(self.attention(self.attention_norm(x), context))
+        hidden = self.mlp_norm(x)
+        finish = self.mlp.start(hidden, context)
+        assert self.mlp.shared is not None, "a rule demands a shared expert"
+        x = self.second(x + self.mlp_post_norm(self.mlp.shared(hidden, context)), context)
+        return x + self.mlp_post_norm(finish())
 
 
 class HalfBlock(nn.Module):
@@ -246,7 +232,8 @@ class Stage(nn.Module):
         self._has_windows = {shape.has_window(i) for i, mixer in mixers.items() if mixer and MIXERS[mixer].has_keys}
 
         def build_block(params: Parameters, layer: int) -> nn.Module:
-            kind = HalfBlock if None in shape.kinds(layer) else Block
+            usual = ShortcutBlock if len(shape.blocks(layer)) > 1 else Block
+            kind = HalfBlock if None in shape.kinds(layer) else usual
             block = kind(model_config, params, parallel=parallel.of_layer(layer), layer=layer)
             if model_config.has_dropout:
                 block.register_forward_pre_hook(lambda _, args: (args[0], args[1].of_layer(layer)))
@@ -388,13 +375,3 @@ def build_mixer(model_config: ModelConfig, params: Parameters, *, parallel: Mode
     """The attention of a layer, or what is in its place."""
     kind = ModelShape.of(model_config).kinds(layer)[0] or ""
     return MIXER_MODULES[kind](model_config, params, parallel=parallel, layer=layer)
-
-
-def build_mlp(model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int = 0) -> nn.Module:
-    """A mixture of experts where a router is declared, else a dense MLP."""
-    dropout = HiddenDropout(model_config.hidden_dropout, layer, DropoutPlace.mlp, parallel.tp)
-    if params.get("router.weight") is None:
-        return MLP(model_config, params, tensor_parallel=parallel.tp, dropout=dropout)
-    shared = params.submodule("shared")
-    shared_mlp = MLP(model_config, shared, tensor_parallel=parallel.tp) if shared else None
-    return MoELayer(model_config, params, parallel=parallel, shared=shared_mlp, dropout=dropout)

@@ -86,17 +86,17 @@ class LayerBytes(RankSizes):
         shape, normed = self.shape, 0 if "layernorm" in self.modules else self.hidden
         mask = self.dropout(self.model.hidden_dropout, self.hidden)
         norm = Op(self.hidden + self.statistics, 2 * self.hidden)
-        add, (mixer, mlp) = Op(mask, 2 * self.hidden), shape.kinds(layer)
+        add, known = Op(mask, 2 * self.hidden), {"attention": self.attention, "mla": self.mla}
         ops: list[Op] = []
-        if mixer is not None:
-            known = {"attention": self.attention, "mla": self.mla}
-            ops.append(norm)
-            for kind in MIXERS[mixer].parts or (mixer,):
-                ops += known[kind](layer, normed) if kind in known else self.declared(kind, layer, normed=normed)
-            ops.append(add)
-        if mlp is not None:
-            inner = self.experts(normed) if mlp == "moe" else self.mlp(shape.ffn_size, normed)
-            ops += [norm, *inner, add]
+        for mixer, mlp in shape.blocks(layer):
+            if mixer is not None:
+                ops.append(norm)
+                for kind in MIXERS[mixer].parts or (mixer,):
+                    ops += known[kind](layer, normed) if kind in known else self.declared(kind, layer, normed=normed)
+                ops.append(add)
+            if mlp is not None:
+                inner = self.experts(normed) if mlp == "moe" else self.mlp(shape.ffn_size, normed)
+                ops += [norm, *inner, add]
         factor = self.engine.saves_factor
         return [op._replace(saved=int(op.saved * factor)) for op in ops] if factor != 1.0 else ops
 

@@ -67,13 +67,14 @@ class Layers(RankSizes):
 
     def block(self, layer: int) -> Parts:
         """A transformer block, by its index in the model."""
-        mixer, mlp = self.shape.kinds(layer)
-        parts: Parts = [] if mixer is None else [*self.norms(layer)]
-        for kind in () if mixer is None else MIXERS[mixer].parts or (mixer,):
-            parts += self.mixer(kind, layer)
-        if mlp is not None:
-            inner = self.experts() if mlp == "moe" else self.mlp("mlp", self.shape.ffn_size)
-            parts += [*self.norms(layer), *inner]
+        parts: Parts = []
+        for mixer, mlp in self.shape.blocks(layer):
+            parts += [] if mixer is None else self.norms(layer)
+            for kind in () if mixer is None else MIXERS[mixer].parts or (mixer,):
+                parts += self.mixer(kind, layer)
+            if mlp is not None:
+                inner = self.experts() if mlp == "moe" else self.mlp("mlp", self.shape.ffn_size)
+                parts += [*self.norms(layer), *inner]
         return parts
 
     def mixer(self, kind: str, layer: int) -> Parts:

@@ -53,7 +53,7 @@ def flops_per_token(shape: ModelShape, seq_length: int) -> int:
     weights = shape.num_mtp_layers * shape.vocab_size * shape.hidden_size  # each of them uses the head again
     weights += sum(_active(spec, shape) for spec in _unpadded(shape) if _is_multiplied(spec, shape))
     layers = range(shape.num_layers + shape.num_mtp_layers)
-    mixers = ((layer, MIXERS[mixer]) for layer in layers if (mixer := shape.kinds(layer)[0]) is not None)
+    mixers = ((layer, MIXERS[mixer]) for layer in layers for mixer, _ in shape.blocks(layer) if mixer is not None)
     of_sequence = sum(kind.sequence_flops(shape, layer, seq_length=seq_length) for layer, kind in mixers)
     return 6 * weights + of_sequence // max(1, seq_length)
 

@@ -44,7 +44,8 @@ class Declaration:
     @property
     def output_std(self) -> float:
         """Standard deviation of projections into the residual stream (Radford et al. 2019, section 2.3)."""
-        return self.shape.init_std / math.sqrt(2 * self.shape.num_layers)
+        num_blocks = sum(len(self.shape.blocks(layer)) for layer in range(self.shape.num_layers))
+        return self.shape.init_std / math.sqrt(2 * num_blocks)
 
     def weight(self, *shape: int, std: float | None = None) -> ParamSpec:
         """A weight with normal initial values, decayed."""

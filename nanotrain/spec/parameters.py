@@ -61,16 +61,17 @@ def embedding(declare: Declaration, *, has_positions: bool) -> Specs:
 
 
 def layer(declare: Declaration, index: int) -> Specs:
-    """A transformer layer, by its index in the model: norm and attention, norm and MLP, or one of the two."""
-    shape, (mixer, mlp) = declare.shape, declare.shape.kinds(index)
+    """A layer, by its index in the model: norm and attention, norm and MLP; or one of the two, or both twice."""
+    shape = declare.shape
     declare = replace(declare, shape=shape.of_layer(index))
     before, after = ((norm(declare, shape.hidden_size) if has else ()) for has in shape.norms_of(index))
     specs: Specs = ()
-    for name, kinds, kind in (("attention", MIXERS, mixer), ("mlp", MLPS, mlp)):
-        if kind is not None:
-            specs += nest(f"{name}_norm", before)
-            specs += nest(name, grouped(name, kinds[kind].declare(declare)))
-            specs += nest(f"{name}_post_norm", after)
+    for block, (mixer, mlp) in zip(("", "second."), shape.blocks(index), strict=False):
+        for name, kinds, kind in (("attention", MIXERS, mixer), ("mlp", MLPS, mlp)):
+            if kind is not None:
+                specs += nest(f"{block}{name}_norm", before)
+                specs += nest(f"{block}{name}", grouped(name, kinds[kind].declare(declare)))
+                specs += nest(f"{block}{name}_post_norm", after)
     return specs
 
 

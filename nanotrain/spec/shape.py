@@ -103,6 +103,12 @@ class ModelShape:
         full, rest = divmod(seq_length, size)
         return ((full, size), (1, rest)) if rest else ((full, size),)
 
+    def blocks(self, layer: int) -> tuple[tuple[str | None, str | None], ...]:
+        """The kinds of attention and MLP of the blocks of a layer, by its index in the model: two with a shortcut."""
+        mixer, mlp = self.kinds(layer)
+        has_shortcut = mlp == "moe" and self.moe is not None and self.moe.shortcut
+        return ((mixer, mlp), (mixer, "dense")) if has_shortcut else ((mixer, mlp),)
+
     def of_layer(self, layer: int) -> Self:
         """The shape with the key/value heads, sinks and norms of heads of a layer, by its index in the model."""
         has_window = self.has_window(layer)

@@ -32,6 +32,10 @@ MODELS = {
         sinks_in_windows_only=True,
     ),
     "experts": replace(QWEN3, moe=MoEConfig(num_experts=4, ffn_hidden_size=16)),
+    "shortcuts": replace(
+        QWEN3,
+        moe=MoEConfig(4, num_zero_experts=2, ffn_hidden_size=16, shortcut=True, shared_expert_intermediate_size=24),
+    ),
     "factors by position, norms after rotation": replace(
         QWEN3,
         qk_layernorm_after_rope=True,

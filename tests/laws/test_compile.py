@@ -20,6 +20,7 @@ from tests.harness import SHORT_NAMES, parallel_config, run_ranks
 from tests.laws.worlds import SEQ_LENGTH, Case, Outcome, config_of, train_here
 from tests.model.building import MODELS, build, random_batch
 
+SHORTCUT = {"moe_shortcut": True, "moe_shared_expert_intermediate_size": 32, "moe_num_zero_experts": 2}
 EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
 SMALL = Case(2).but(model={"num_layers": 1}, train={"global_batch_size": 4, "micro_batch_size": 2})
 # Of two ranks, with the backend. Every graph of a block with many breaks is traced: there the backend only runs what
@@ -129,6 +130,16 @@ def test_dense_blocks_beside_mixtures_are_recomputed_by_the_graphs_that_computed
     eager, compiled, num_graphs, _ = train_compiled(one_rank(), case, "aot_eager")
     assert num_graphs > 1 and compiled.losses == pytest.approx(eager.losses, rel=1e-5)
     assert compiled.grad_norms == pytest.approx(eager.grad_norms, rel=1e-4)
+
+
+def test_a_block_with_a_shortcut_is_computed_between_graphs() -> None:
+    eager, compiled, num_graphs, num_writes = train_compiled(
+        one_rank(), SMALL.but(model=EXPERTS | SHORTCUT), "aot_eager"
+    )
+    assert num_graphs > 1 and compiled.losses == pytest.approx(eager.losses, rel=1e-5)
+    assert compiled.grad_norms == pytest.approx(eager.grad_norms, rel=1e-4)
+    # query, key, value and output twice, and gate, up, down of the shared expert and of the second MLP
+    assert num_writes == 2 * 2 * 14 * linear.CAN_TRACE
 
 
 def test_a_ring_attends_to_sequences_of_varying_length(on_two_ranks) -> None:

@@ -12,9 +12,9 @@ from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.model.context import LayerContext, ModelParallel
+from nanotrain.model.mlp import build_mlp
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.parameters import Parameters
-from nanotrain.model.transformer import build_mlp
 from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.spec.declaration import Declaration
 from nanotrain.spec.kinds.mlp import moe

@@ -213,7 +213,7 @@ SIZES: dict[str, Callable[[Values], Any]] = {
     "has_rope_layers": lambda v: not all(v.model.no_rope_layers),
     "has_window_layers": lambda v: any(v.model.window_layers),
     "has_expert_layers": lambda v: any(v.model.moe_layers),
-    "has_dense_layers": lambda v: "dense" in v.model.mlps,
+    "has_dense_layers": lambda v: "dense" in v.model.mlps or v.moe_shortcut,
     "mixers": lambda v: v.model.mixers,
     "pattern_letters": lambda v: read_hybrid_pattern(v.hybrid_layer_pattern or ""),
     "pattern_length": lambda v: len(v.pattern_letters) or None,

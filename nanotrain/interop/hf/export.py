@@ -66,8 +66,9 @@ def export_weights(
     companions = companions or Companions()
     family = _choose_family(model_config, family, preferred=str(companions.origin_config.get("model_type")))
     mappings = map_parameters(model_config, FAMILIES[family])
-    copies = mtp_copies(model_config, FAMILIES[family])
+    copies, constants = mtp_copies(model_config, FAMILIES[family]), constants_of(model_config, FAMILIES[family])
     numel = sum(prod(shape) * (1 + len(copies.get(name, ()))) for name, shape in tensor_shapes(mappings).items())
+    numel += sum(prod(shape) for _, shape in constants.values())
     name, has_tokenizer = folder.resolve().name, companions.tokenizer is not None
     with export_folder(folder, nbytes=numel * TORCH_DTYPES[dtype].itemsize) as temporary:
         written = config_to_hf(model_config, family=family, dtype=torch_name(dtype))
@@ -79,8 +80,8 @@ def export_weights(
             shards.add(stored, tensor)
             for copy in copies.get(stored, ()):
                 shards.add(copy, tensor.clone())  # a file refuses two names of one storage
-        for constant, value in constants_of(model_config, FAMILIES[family]).items():
-            shards.add(constant, torch.tensor(value, dtype=TORCH_DTYPES[dtype]))
+        for constant, (value, shape) in constants.items():
+            shards.add(constant, torch.full(shape, value, dtype=TORCH_DTYPES[dtype]))
         shards.finish()
         companions.write_generation_config(temporary, tokens)
         card = model_card(model_config, name=name, family=family, dtype=dtype, has_tokenizer=has_tokenizer)

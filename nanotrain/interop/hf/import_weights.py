@@ -71,10 +71,11 @@ class WeightReader:
         copies = {copy for names in mtp_copies(model_config, family).values() for copy in names}
         constants = constants_of(model_config, family)
         _check(self._files, self._mappings, family=family, needless={*copies, *constants})
-        for name in constants.keys() & self._files.shapes.keys():
+        scalars = {name: value for name, (value, shape) in constants.items() if shape == ()}
+        for name in scalars.keys() & self._files.shapes.keys():
             stored = self._files.read(name, Box((), ()))
-            if stored.item() != torch.tensor(constants[name], dtype=stored.dtype).item():
-                what, why = f"{name} is {stored.item()}", f"nanotrain computes with {constants[name]}"
+            if stored.item() != torch.tensor(scalars[name], dtype=stored.dtype).item():
+                what, why = f"{name} is {stored.item()}", f"nanotrain computes with {scalars[name]}"
                 raise HuggingFaceError(what, why=why, fix="choose a checkpoint of a published model of this family")
 
     def fill(self, target: Tensor, wanted: TensorBox) -> None:

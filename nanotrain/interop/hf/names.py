@@ -3,7 +3,7 @@
     HFName, Naming   the names of a family: a table in families.yaml
     map_parameters   every declared parameter of a model -> TensorMapping: its tensors, and their slices for any box
     mtp_copies       the copies of embedding and head that files have in their layers of multi-token prediction
-    constants_of     scalars that files have beside the parameters
+    constants_of     what files have beside the parameters
 
 Shapes come from the declared parameters. Import and export both read these mappings and nothing else.
 
@@ -25,6 +25,7 @@ from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.shape import ModelShape
 
 EXPERT = "{expert}"
+Constant = tuple[float, tuple[int, ...]]  # the value of all elements of a tensor, and its shape
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,9 @@ class Naming:
     mtp_copies: Mapping[str, str] = field(default_factory=dict)
     # values of scalars that files have in every layer, by their name in it
     constants: Mapping[str, float] = field(default_factory=dict)
+    # of matrices as those of gates, with {expert}, of experts that return their input: transformers demands them, and
+    # computes nothing with them
+    zero_experts: Sequence[str] = ()
     mtp_layer: str = ""  # prefix with {depth} where these layers have one of their own; names in `mtp` are then full
 
 
@@ -100,10 +104,15 @@ def mtp_copies(model_config: ModelConfig, naming: Naming) -> dict[str, list[str]
     }
 
 
-def constants_of(model_config: ModelConfig, naming: Naming) -> dict[str, float]:
-    """The values of scalars that files have beside the parameters, by name."""
-    layers = [naming.layer.format(layer=layer) for layer in range(model_config.num_layers)]
-    return {f"{layer}.{name}": value for layer in layers for name, value in naming.constants.items()}
+def constants_of(model_config: ModelConfig, naming: Naming) -> dict[str, Constant]:
+    """The values and shapes of what files have beside the parameters, by name: scalars, and zeros of experts."""
+    moe, layers = model_config.moe, [naming.layer.format(layer=layer) for layer in range(model_config.num_layers)]
+    constants: dict[str, Constant] = {name: (value, ()) for name, value in naming.constants.items()}
+    if moe is not None:
+        zeros = 0.0, (model_config.moe_ffn_size, model_config.expert_input_size)
+        numbers = range(moe.num_experts, moe.num_choices)
+        constants |= {name.format(expert=number): zeros for number in numbers for name in naming.zero_experts}
+    return {f"{layer}.{name}": constant for layer in layers for name, constant in constants.items()}
 
 
 def _map(name: str, sizes: Mapping[str, tuple[int, ...]], *, naming: Naming, shape: ModelShape) -> "TensorMapping":

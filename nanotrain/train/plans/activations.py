@@ -102,8 +102,10 @@ class Activations(RankSizes):
         return StageBytes(len(layers) * around + sum(selective), recomputed, len(layers) * around + sum(complete))
 
     def block(self, layer: int, modules: Collection[str] = ()) -> int:
-        """A transformer block: the inputs and statistics of both norms, attention, and MLP or experts."""
-        mixer, mlp = self.shape.kinds(layer)
+        """A transformer layer: the inputs and statistics of both norms, attention, MLP or experts, of each block."""
+        return sum(self._block(layer, mixer=mixer, mlp=mlp, modules=modules) for mixer, mlp in self.shape.blocks(layer))
+
+    def _block(self, layer: int, *, mixer: str | None, mlp: str | None, modules: Collection[str]) -> int:
         num_halves, (has_pre, has_post) = (mixer is not None) + (mlp is not None), self.shape.norms_of(layer)
         modules = modules if has_pre else {*modules} - {"layernorm"}  # which are those of the inputs
         keeps_normed = "layernorm" not in modules

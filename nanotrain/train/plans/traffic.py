@@ -122,8 +122,8 @@ def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
         unsent = reduced_bytes(positions * shape.num_heads // tp * shape.value_head_dim * itemsize, size)
     again = Counter(recomputed_layers(plan, "core_attn"))
     for layer in _layers(plan):
-        mixer, own = shape.kinds(layer)[0], shape.of_layer(layer)
-        for kind in (MIXERS[part] for part in MIXERS[mixer].parts or (mixer,)) if mixer else ():
+        own, mixers = shape.of_layer(layer), [mixer for mixer, _ in shape.blocks(layer) if mixer]
+        for kind in (MIXERS[part] for mixer in mixers for part in MIXERS[mixer].parts or (mixer,)):
             num_again = again[layer] if kind.has_keys or is_full else 0
             for operation, (forward, backward) in (kind.cp_bytes(own, rank) if kind.cp_bytes else {}).items():
                 num_bytes = forward + backward + num_again * max(0, forward - unsent)

@@ -12,6 +12,7 @@ SPARSE = LATENT | {"q_lora_rank": 24, "sparse_attention_type": "dsa"}
 LINEAR = {"linear_attention_type": "short_conv"}
 DELTA = {"linear_attention_type": "gated_delta_net"}
 HYBRID = {"num_layers": 4, "hybrid_layer_pattern": "*-*-"}
+SHORTCUT = {"num_experts": 8, "moe_shortcut": True, "moe_shared_expert_intermediate_size": 16}
 GROUPS = {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
 
 
@@ -25,6 +26,7 @@ GROUPS = {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk":
         EXPERTS | {"moe_router_topk": 1, "moe_router_pre_softmax": True},
         EXPERTS | {"moe_router_topk": 1, "moe_router_score_function": "sigmoid"},
         EXPERTS | {"moe_layer_freq": "[0]*3+[1]"},
+        SHORTCUT | {"moe_num_zero_experts": 4},
         LINEAR | {"linear_attention_freq": "2"},
         HYBRID,
         SPARSE,
@@ -118,6 +120,11 @@ def test_what_fits_together_breaks_no_rule(keys):
         ),
         (GROUPS | {"moe_num_zero_experts": 4}, "every rank and belong to no group"),
         (EXPERTS | {"moe_num_zero_experts": 4, "moe_expert_capacity_factor": 2}, "these experts compute nothing"),
+        (EXPERTS | {"moe_shortcut": True}, "moe_shared_expert_intermediate_size is unset"),
+        (SHORTCUT | {"moe_shared_expert_gate": True}, "moe_shortcut with moe_shared_expert_gate"),
+        (SHORTCUT | {"norm_placement": "sandwich"}, "moe_shortcut with norms of outputs"),
+        (SHORTCUT | HYBRID | {"hybrid_layer_pattern": "M-*E"}, "moe_shortcut with hybrid_layer_pattern"),
+        (SHORTCUT | {"hidden_dropout": 0.1}, "moe_shortcut with dropout"),
         (EXPERTS | {"moe_router_num_groups": 4}, "moe_router_num_groups is 4 and moe_router_group_topk is unset"),
         (EXPERTS | {"moe_router_group_topk": 4}, "moe_router_group_topk is 4 and moe_router_num_groups is unset"),
         (GROUPS | {"moe_router_num_groups": 3}, "8 experts cannot form 3 groups"),

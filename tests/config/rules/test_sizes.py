@@ -238,6 +238,10 @@ def test_what_fits_breaks_no_rule(keys):
         (modules("core_attn", "moe"), "moe has no effect: the model has no experts"),
         (modules("mla_up_proj"), "mla_up_proj has no effect: multi_latent_attention is off"),
         (modules("mlp") | EXPERTS, "mlp has no effect: every layer has experts"),
+        (
+            modules("moe", "core_attn") | EXPERTS | {"moe_shortcut": True},
+            "recompute_modules moe core_attn with moe_shortcut",
+        ),
         (modules("moe", "moe_act") | EXPERTS, "moe_act has no effect"),
         ({"cpu_offloading_num_layers": 2}, "cpu_offloading_num_layers = 2 has no effect"),
         (OFFLOAD | {"cpu_offloading_num_layers": 0}, "set --cpu-offloading-num-layers to at most 3"),

@@ -1,4 +1,4 @@
-"""Entries of config.json of small models whose layers differ: linear attention, windows, chunks."""
+"""Entries of config.json of small models whose layers differ: linear attention, windows, chunks, two blocks."""
 
 from tests.model.building import VOCAB
 
@@ -111,4 +111,37 @@ LLAMA4 = {
     "attention_chunk_size": 7,
     "attn_scale": 0.4,
     "floor_scale": 5,
+}
+_LONGCAT = {
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "expert_ffn_hidden_size": 24,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "vocab_size": VOCAB,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "zero_expert_num": 2,
+    "moe_topk": 3,
+}
+LONGCAT = {
+    "longcat_flash": _LONGCAT,
+    "longcat_flash-tied": _LONGCAT | {"rms_norm_eps": 1e-6, "zero_expert_num": 0, "tie_word_embeddings": True},
+}
+GLM4_MOE = {
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.5,
 }

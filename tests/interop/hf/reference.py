@@ -14,11 +14,13 @@ from nanotrain.spec.boxes import TensorBox
 from tests.interop.hf.hybrid_shapes import (
     DELTA_NET,
     FALCON_H1,
+    GLM4_MOE,
     GRANITE,
     HYBRID,
     KIMI_LINEAR,
     LFM2_MOE,
     LLAMA4,
+    LONGCAT,
     MIMO,
     NEMOTRON_H,
     OLMO_HYBRID,
@@ -71,17 +73,6 @@ DEEPSEEK_V3 = {
 INDEXER = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 6}
 GLM5 = {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}
 GLM5 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-GLM4_MOE = {
-    "num_hidden_layers": 3,
-    "head_dim": 16,
-    "attention_bias": True,
-    "use_qk_norm": True,
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 3,
-    "routed_scaling_factor": 2.5,
-}
 
 SIGMOID_ROUTER = {
     "moe_intermediate_size": 24,
@@ -276,6 +267,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV2",
         LLAMA_SHAPE | DEEPSEEK_V3 | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1},
     ),
+    **{name: ("LongcatFlash", SMALL_TOKENS | fields) for name, fields in LONGCAT.items()},
     "gemma": ("Gemma", LLAMA_SHAPE | SMALL_TOKENS | {"head_dim": 16}),
     "gemma2": (
         "Gemma2",
@@ -352,6 +344,7 @@ FP64_FAMILIES = (
     "kimi_linear",
     "nanochat",
     "mimo_v2_flash",
+    "longcat_flash",
 )
 IN_FP64 = {name: name.partition("-")[0] for name in CONFIGS if name.startswith(FP64_FAMILIES)}
 IN_FP64 |= {name: name for name in ("deepseek_v32", "glm_moe_dsa")}  # not with YaRN, whose angles are in fp32
@@ -372,6 +365,8 @@ def reference(name: str, *, seed: int = 0) -> torch.nn.Module:
         biases = [buffer for name, buffer in model.named_buffers() if name.endswith(EXPERT_BIASES)]
         for parameter in (*model.parameters(), *biases):
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        for experts in (each for each in model.modules() if hasattr(each, "zero_expert_num")):
+            experts.gate_up_proj[experts.num_routed_experts :] = 0  # nothing reads these weights
     return model.eval()
 
 

@@ -40,7 +40,8 @@ def test_every_config_of_transformers_is_read_as_transformers_reads_ours(name: s
     back = transformers.AutoConfig.from_pretrained(tmp_path)
     assert back.vocab_size == model.vocab_size
     assert back.tie_word_embeddings is not model.untie_embeddings_and_output_weights
-    assert back.num_hidden_layers == model.num_layers
+    blocks_per_layer = 2 if model.moe is not None and model.moe.shortcut else 1  # LongCat-Flash counts them
+    assert back.num_hidden_layers == blocks_per_layer * model.num_layers
     if model.use_rope_scaling:
         assert back.rope_parameters == fields.get(
             "rope_parameters", FAMILIES["cwm"].defaults["rope_parameters_of_none"]
@@ -110,6 +111,9 @@ def test_a_model_no_family_can_hold_is_refused_by_name(model: ModelConfig, lost:
         ),
         ({"model_type": "qwen3_moe", "attention_bias": True}, "attention_bias"),
         ({"model_type": "qwen2_moe", "qkv_bias": False}, "qkv_bias"),
+        ({"model_type": "longcat_flash", "zero_expert_type": "copy"}, "zero_expert_type"),
+        ({"model_type": "longcat_flash", "mla_scale_q_lora": False}, "mla_scale_q_lora"),
+        ({"model_type": "longcat_flash", "router_bias": True}, "router_bias"),
         ({"model_type": "qwen3_moe", "num_experts": 0}, "num_experts: 0"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 5}, "experts in some layer"),
         ({"model_type": "llama4_text", "num_experts_per_tok": 2}, "num_experts_per_tok: 2"),

@@ -103,6 +103,7 @@ def test_a_rank_of_the_largest_world_of_a_recipe(recipe: str) -> None:
         "--context-parallel-size 2 --pipeline-model-parallel-size 1 --cp-comm-type allgather",
         "--num-distributed-optimizer-instances 2",
         "--optimizer muon",
+        "--num-experts 4 --moe-num-zero-experts 2 --moe-shortcut --moe-shared-expert-intermediate-size 64",
         "--fp8-format hybrid",
     ],
 )

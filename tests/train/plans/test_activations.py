@@ -45,6 +45,7 @@ MODELS = {
     "shared": SHARED,
     "latent": f"{SHARED} --moe-latent-size 24",
     "zero experts": f"{SHARED} --moe-num-zero-experts 2",
+    "shortcut": f"{SHARED.replace('--moe-shared-expert-gate', '--moe-shortcut')} --moe-num-zero-experts 2",
     "gemma": GEMMA,
     "olmo": OLMO,
     "nanochat": f"{LLAMA} --qk-layernorm --normalization L2Norm --squared-relu",
@@ -94,6 +95,8 @@ RECOMPUTED = [
     ("norms by kind", "--bf16", f"{SELECTIVE} layernorm mlp"),
     ("sparse attention", "", f"{SELECTIVE} core_attn"),
     ("sparse attention", "--bf16", f"{SELECTIVE} mla_up_proj"),
+    ("shortcut", "--bf16", f"{SELECTIVE} core_attn moe_act mlp"),
+    ("shortcut", "", FULL),
 ]
 
 

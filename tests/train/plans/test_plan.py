@@ -138,6 +138,7 @@ def test_a_layout_that_does_not_fit_the_ranks_is_refused():
 
 
 MOE = {"num_experts": 4, "moe_layer_freq": "2"}
+SHORTCUT = MOE | {"moe_shortcut": True, "moe_shared_expert_intermediate_size": 32}
 # name -> ranks, sizes, fields of the parallel section, fields of the model section
 LAYOUTS = {
     "one rank": (1, {}, {}, {}),
@@ -156,6 +157,7 @@ LAYOUTS = {
     "pp zb-h1": (4, {"strategy": "optim_grads", "pp": 2}, {"pipeline_schedule": "zb-h1"}, {"num_layers": 4}),
     "pp zb-v tied": (2, {"strategy": "optim", "pp": 2, "vpp": 2, "schedule": "zb-v"}, {}, {"num_layers": 4}),
     "cp ring": (4, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "p2p"}, {}),
+    "cp ring, two blocks a layer": (4, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "p2p"}, SHORTCUT),
     "ep": (4, {"strategy": "optim_grads", "ep": 2}, {}, MOE),
     "tp pp ep etp": (8, {"strategy": "optim", "tp": 2, "pp": 2, "etp": 1, "ep": 2}, {}, MOE),
 }

@@ -1,0 +1,58 @@
+"""`MLP`, and `build_mlp`: the MLP or the mixture of experts (moe.py) of a layer.
+
+B batch   S sequence   H hidden   F inner width of the MLP
+"""
+
+from functools import partial
+
+from torch import Tensor, nn
+
+from nanotrain.config.model import ModelConfig
+from nanotrain.model.activations import build_activation
+from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext, ModelParallel
+from nanotrain.model.moe import MoELayer
+from nanotrain.model.parameters import Parameters
+from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
+
+
+class MLP(nn.Module):
+    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x)) (Shazeer 2020, "GLU variants").
+
+    Args:
+        model_config: the activation between the projections.
+        params: up, down; gate where declared.
+        tensor_parallel: shards the inner width F.
+        dropout: dropout of the output; None in an expert, whose layer drops the sum of all.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        params: Parameters,
+        *,
+        tensor_parallel: TensorParallel,
+        dropout: HiddenDropout | None = None,
+    ) -> None:
+        super().__init__()
+        column = partial(ColumnParallelLinear, tensor_parallel=tensor_parallel)
+        self.gate = column(*params.linear("gate")) if params.get("gate.weight") is not None else None
+        self.activation = build_activation(model_config, params)
+        self.up = column(*params.linear("up"))
+        self.projections = (self.up,) if self.gate is None else (self.gate, self.up)  # a tuple registers none twice
+        self.down = RowParallelLinear(*params.linear("down"), tensor_parallel=tensor_parallel)
+        self.dropout = dropout
+
+    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """[B, S or S/tp, H] -> the same shape."""
+        out: Tensor = self.down(self.activation(*column_parallel(hidden, self.projections)))
+        return out if self.dropout is None else self.dropout(out, context.dropout)
+
+
+def build_mlp(model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int = 0) -> nn.Module:
+    """A mixture of experts where a router is declared, else a dense MLP."""
+    dropout = HiddenDropout(model_config.hidden_dropout, layer, DropoutPlace.mlp, parallel.tp)
+    if params.get("router.weight") is None:
+        return MLP(model_config, params, tensor_parallel=parallel.tp, dropout=dropout)
+    shared = params.submodule("shared")
+    shared_mlp = MLP(model_config, shared, tensor_parallel=parallel.tp) if shared else None
+    return MoELayer(model_config, params, parallel=parallel, shared=shared_mlp, dropout=dropout)
