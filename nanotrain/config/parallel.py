@@ -68,11 +68,6 @@ class ParallelConfig:
         """Layers that the embedding and the head count as where layers are split evenly over stages."""
         return int(self.account_for_embedding_in_pipeline_split), int(self.account_for_loss_in_pipeline_split)
 
-    @property
-    def adds_grads_in_forward(self) -> bool:
-        """Whether the loss adds the weight gradient of the head in its forward: no backward runs at the same time."""
-        return not self.overlap_moe_expert_parallel_comm
-
     def stages_of(self, pp_rank: int) -> list[int]:
         """The stages on a pipeline rank, ascending: every pp-th, or in a V those with the same distance to an end.
 

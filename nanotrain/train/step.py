@@ -142,7 +142,8 @@ def contexts(run: Run, batch: GlobalBatch, *, loss_scale: float | Tensor) -> lis
     """The microbatches of the next step with loss scales, dropout seed and the fields of the parts."""
     cp, fields, seed = run.context.groups["cp"], run.parts.context(batch), batch.settings.dropout_seed
     fields |= {"aux_loss_scale": run.loss_scale / batch.settings.num_sequences}
-    fields |= {"loss_scale": loss_scale if run.config.parallel.adds_grads_in_forward else None}
+    if not run.config.parallel.overlap_moe_expert_parallel_comm:  # no backward runs while the loss adds gradients
+        fields |= {"loss_scale": loss_scale}
     return [BatchContext.of(part, cp=cp, dropout_seed=seed, **fields) for part in batch.microbatches]
 
 
