@@ -9,12 +9,13 @@ from math import prod
 from typing import get_args
 
 from nanotrain.config.parallel import ShardingStrategy
-from nanotrain.parallel.pp.actions import ActionKind, Schedule
-from nanotrain.planner.layer_bytes import FP32, INT64, LayerBytes, StagePeak
+from nanotrain.parallel.pp.actions import Schedule
+from nanotrain.planner.layer_bytes import FP32, INT64, LayerBytes
 from nanotrain.planner.scenario import Scenario
 from nanotrain.planner.stage_time import Numel, Stages
 from nanotrain.precision.dtypes import Precision
-from nanotrain.train.plans.memory_plan import MemoryPlan, built_schedule, plan_memory, runtime_bytes
+from nanotrain.train.plans.activations import StageBytes
+from nanotrain.train.plans.memory_plan import MemoryPlan, built_schedule, peak_of_step, plan_memory, runtime_bytes
 
 MIB = 2**20
 
@@ -89,7 +90,8 @@ def _estimated(scenario: Scenario, pp_rank: int) -> MemoryPlan:
     weights = frozenset(weight for peak in peaks.values() for weight in peak.weights)
     # Transformer Engine returns a tensor of a weight's shape where the product has added its gradient to the buffer
     unused = sum(map(prod, weights)) * layers.itemsize if layers.fuses_wgrads else 0
-    kept, beside = _peak(peaks, _in_flight_schedule(scenario), pp_rank=pp_rank)
+    bytes_of = {index: StageBytes(peak.kept, 0, peak.kept, working=peak.beside) for index, peak in peaks.items()}
+    most = peak_of_step(_in_flight_schedule(scenario).freeing_first(pp_rank), bytes_of)
     tokens = layers.tokens * 5 * INT64
     if scenario.sizes["pp"] > 1:  # hidden states and gradients on their way
         tokens += 3 * layers.hidden
@@ -104,26 +106,11 @@ def _estimated(scenario: Scenario, pp_rank: int) -> MemoryPlan:
         params=params,
         grads=grads,
         optimizer=optimizer,
-        activations=kept,
-        working=beside + tokens + _workspaces(scenario),
+        activations=most.activations,
+        working=most.working + tokens + _workspaces(scenario),
         communication=unused + _gathered(scenario, numel.dense + numel.expert),
         runtime=runtime_bytes(sum(scenario.sizes[axis] > 1 for axis in ("tp", "cp", "pp", "dp", "ep"))),
     )
-
-
-def _peak(peaks: dict[int, StagePeak], schedule: Schedule, *, pp_rank: int) -> tuple[int, int]:
-    """Kept bytes and those beside them, at the moment with the most."""
-    now, most = 0, (0, 0)
-    for action in schedule.freeing_first(pp_rank):
-        stage = peaks[action.stage]
-        if action.kind is ActionKind.forward:
-            now += stage.kept
-            continue
-        if action.kind.has_dgrad:
-            most = max(most, (now, stage.beside), key=sum)
-        if action.kind.has_wgrad:
-            now -= stage.kept
-    return most
 
 
 def _workspaces(scenario: Scenario) -> int:

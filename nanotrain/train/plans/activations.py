@@ -32,6 +32,8 @@ class StageBytes:
     recomputed: int  # additionally during its backward: the largest part that is recomputed or copied back at once
     complete: int  # without recomputation, as between I and W
     freed: int = 0  # bytes of `kept` freed before the backward of the blocks begins
+    working: int = 0  # temporaries of a backward
+    loss: int = 0  # temporaries of the loss, in a forward
 
 
 class Activations(RankSizes):
@@ -87,7 +89,9 @@ class Activations(RankSizes):
             selective = [self.block(layer, self.modules) for layer in spec.layers]
             kept = sum(selective)
             recomputed = max((a - b for a, b in zip(complete, selective, strict=True)), default=0)
-        return StageBytes(head + kept, max(recomputed, further.recomputed), complete_head + sum(complete), freed)
+        recomputed, complete_bytes = max(recomputed, further.recomputed), complete_head + sum(complete)
+        loss = self.loss_working() * spec.has_head
+        return StageBytes(head + kept, recomputed, complete_bytes, freed, self.block_working(), loss)
 
     def _further(self, layers: range) -> StageBytes:
         """Layers of multi-token prediction: the inputs of two norms and of the projection, the block, and a head."""

@@ -5,7 +5,7 @@ Parameters, gradients and optimizer state are exact, the rest is estimated. Pure
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, product
@@ -19,7 +19,7 @@ from nanotrain.config.schedules import num_microbatches, with_batch_size
 from nanotrain.config.schema import with_values
 from nanotrain.errors import ConfigError, NanotrainError
 from nanotrain.parallel.dp.units import traced_units
-from nanotrain.parallel.pp.actions import ActionKind, PipelineShape, Schedule
+from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape, Schedule
 from nanotrain.parallel.pp.executor import MAX_SENDS
 from nanotrain.parallel.pp.schedules import build_schedule
 from nanotrain.precision.dtypes import Precision
@@ -27,7 +27,7 @@ from nanotrain.quantities import describe_bytes
 from nanotrain.topology.groups import UNCONNECTED
 from nanotrain.topology.topology import Topology
 from nanotrain.train.compile import with_compile
-from nanotrain.train.plans.activations import INT64, Activations
+from nanotrain.train.plans.activations import INT64, Activations, StageBytes
 from nanotrain.train.plans.plan import Plan, plan_run, with_fp8_products
 
 # A run is refused only if the exact part and this share of the activations exceed the memory: the estimate is within
@@ -228,26 +228,36 @@ class Peak(NamedTuple):
 
 
 def peak_of(plan: Plan, kept: Activations, *, schedule: Schedule) -> Peak:
-    """The moment of a training step, or of a validation, with the most kept bytes and temporaries.
+    """The peak of a training step, or of a validation."""
+    stages = {stage.spec.index: kept.stage(stage.spec) for stage in plan.stages}
+    evaluates = plan.config.evaluates and any(stage.spec.has_head for stage in plan.stages)
+    evaluation = Peak(0, 0, kept.loss_working(is_training=False) if evaluates else 0)
+    step = peak_of_step(schedule.freeing_first(plan.groups["pp"].index), stages)
+    return max(evaluation, step, key=lambda peak: peak.total)
+
+
+def peak_of_step(actions: Iterable[Action], stages: Mapping[int, StageBytes]) -> Peak:
+    """The moment of a training step with the most kept bytes and temporaries.
 
     A backward recomputes first. From I to W as much is kept as without recomputation.
+
+    Args:
+        actions: what a rank runs, in order.
+        stages: bytes of its stages, by index.
     """
-    bytes_of = {stage.spec.index: kept.stage(stage.spec) for stage in plan.stages}
-    with_head = {stage.spec.index for stage in plan.stages if stage.spec.has_head}
-    now, count, block, loss = 0, 0, kept.block_working(), kept.loss_working()
-    moments = [Peak(0, 0, kept.loss_working(is_training=False) if with_head and plan.config.evaluates else 0)]
-    for action in schedule.freeing_first(plan.groups["pp"].index):
-        stage, is_forward = bytes_of[action.stage], action.kind is ActionKind.forward
+    now, count, moments = 0, 0, [Peak(0, 0, 0)]
+    for action in actions:
+        stage, is_forward = stages[action.stage], action.kind is ActionKind.forward
         changes = {
             ActionKind.forward: stage.kept,
             ActionKind.full_backward: -stage.kept,
             ActionKind.backward_input: stage.complete - stage.kept,
             ActionKind.backward_weight: -stage.complete,
         }
-        if not is_forward and action.kind is not ActionKind.backward_weight:
-            moments.append(Peak(now + stage.recomputed - stage.freed, count, block))
+        if action.kind.has_dgrad:
+            moments.append(Peak(now + stage.recomputed - stage.freed, count, stage.working))
         now, count = now + changes[action.kind], count + is_forward - action.kind.has_wgrad
-        moments.append(Peak(now, count, loss if is_forward and action.stage in with_head else 0))
+        moments.append(Peak(now, count, stage.loss * is_forward))
     return max(moments, key=lambda moment: moment.total)
 
 
