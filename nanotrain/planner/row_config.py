@@ -17,6 +17,7 @@ from nanotrain.config.config import Config
 from nanotrain.config.flags import parse
 from nanotrain.config.load import compose_line
 from nanotrain.config.parallel import RecomputeModule
+from nanotrain.config.rules.check import check_layout
 from nanotrain.config.schema import with_values
 from nanotrain.errors import ConfigError, ErrorCollector
 from nanotrain.planner.hardware import gpu_of, read_data
@@ -144,9 +145,7 @@ def _config(row: Row, engine: Engine) -> tuple[Config, int]:
             raise ConfigError("the layout is not stated")
         row.assumed.append("layout not stated: data parallelism alone")
     world_size = row.number("gpus") or tp * pp * cp * row.required("dp")
-    if world_size % (tp * pp * cp):
-        raise ConfigError(f"{world_size} GPUs cannot form tp={tp} x pp={pp} x cp={cp}")
-    least = micro * world_size // (tp * pp * cp)  # samples of one microbatch per rank
+    least = micro * with_values(Config(), values).parallel.data_parallel_size(world_size)  # samples of a microbatch
     batch = row.number("gbs") or row.assume(
         least * (8 * pp if pp > 1 else 1), "global batch not stated: 8 microbatches per stage of a pipeline, else 1"
     )
@@ -155,17 +154,15 @@ def _config(row: Row, engine: Engine) -> tuple[Config, int]:
     values |= row.settings("run") | {"parallel.data_parallel_sharding_strategy": row.choice("strategy", "zero")}
     values |= {"train.global_batch_size": batch, "data.seq_length": row.required("seq")}
     config = with_values(_with_flags(row), values) if row.has_flags else with_values(Config(), values | _stated(row))
-    model, stages = config.model, pp * config.parallel.num_virtual_stages_per_pipeline_rank
+    model = config.model
     if model.vocab_size is None:
         size = row.number("vocab") or row.assume(GPT2_VOCAB_SIZE, "vocabulary not stated: GPT-2's")
         model = replace(model, vocab_size=size)
     pad = model.make_vocab_size_divisible_by * (tp if engine.name == "megatron" else 1)
     model = replace(model, make_vocab_size_divisible_by=pad).with_padding_for(tp)
-    if model.num_layers + sum(config.parallel.counted_ends) < stages:
-        raise ConfigError(f"{model.num_layers} layers cannot form {stages} pipeline stages")
-    if model.num_attention_heads % tp or model.num_attention_heads % model.query_groups:
-        raise ConfigError(f"{model.num_attention_heads} heads in {model.query_groups} groups cannot form tp={tp}")
-    return replace(config, model=model), world_size
+    config = replace(config, model=model)
+    check_layout(replace(config, memory=Config().memory))  # a row may recompute modules that its model lacks
+    return config, world_size
 
 
 def _with_flags(row: Row) -> Config:

@@ -156,9 +156,9 @@ def test_programs_that_shard_parameters_need_no_layout() -> None:
     [
         ({"layers": ""}, "layers is not stated"),
         ({"hidden": "wide"}, "hidden is 'wide'"),
-        ({"gpus": "60"}, "60 GPUs cannot form tp=2 x pp=4 x cp=1"),
+        ({"gpus": "60"}, "60 ranks cannot form tp=2 x cp=1 x pp=4"),
         ({"tp": "", "pp": ""}, "the layout is not stated"),
-        ({"layers": "4"}, "4 layers cannot form 8 pipeline stages"),
+        ({"layers": "4"}, "4 layers cannot fill pp=4 x 2 = 8 pipeline stages"),
         ({"heads": "30", "kv_heads": "30"}, "do not divide"),
         ({"hardware": "Z9000"}, "unknown GPU"),
         ({"ep": "7"}, "7"),
