@@ -54,7 +54,7 @@ from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.parallel.pp.schedules import build_schedule
 from nanotrain.parallel.pp.simulate import simulate
 from nanotrain.parallel.tp.layers import TensorParallel
-from nanotrain.planner.dry_run.stand_ins import EvenCounts
+from nanotrain.planner.dry_run.stand_ins import even_counts
 from nanotrain.precision.dtypes import TORCH_DTYPES, Precision
 from nanotrain.precision.fp8 import GROUPED_CAPABILITY, RECIPES
 from nanotrain.spec.counts import flops_per_token, peak_flops
@@ -268,9 +268,8 @@ def _model_parallel(plan: Plan, *, is_fused: bool) -> Iterator[ModelParallel]:
 @contextmanager
 def _even_routing(plan: Plan) -> Iterator[None]:
     """Let every rank send equally many tokens to every other, as the meta device has no counts."""
-    train = plan.config.train
-    num_tokens = train.micro_batch_size * plan.config.data.seq_length // plan.groups["tp"].size
-    with patch.object(token_dispatcher, "on_host", EvenCounts(plan, num_tokens)):
+    unsplit = replace(plan, groups={**plan.groups, "cp": GroupSpec.single_rank("cp")})  # whole sequences are run
+    with patch.object(token_dispatcher, "on_host", lambda _, counts, ep: even_counts(unsplit, counts, ep=ep)):
         yield
 
 

@@ -79,7 +79,7 @@ def full_calls(record: RankRecord, full: RankPlan) -> Iterator[Call]:
     The first and last microbatches are those at the same distance from the ends, the others one between.
     """
     few, pp = record.plan.train_schedule, record.plan.groups["pp"]
-    actions, by_action = record.actions, defaultdict[Action, list[Call]](list)
+    actions, by_action = [*few.actions], defaultdict[Action, list[Call]](list)
     step: list[Call] = []
     messages: list[Call] = []
     for call in record.step:

@@ -11,7 +11,6 @@ from nanotrain.comm.recorded_world import recorded_world
 from nanotrain.comm.recorder import Call, Recorder
 from nanotrain.config.config import DataConfig
 from nanotrain.data.build import build_data
-from nanotrain.parallel.pp.actions import Action
 from nanotrain.planner.dry_run.stand_ins import on_meta
 from nanotrain.runs.folder import RunFolder
 from nanotrain.spec.boxes import TensorBox
@@ -36,11 +35,6 @@ class RankRecord:
     sent: Mapping[tuple[str, str], int]  # bytes of the second step by group and operation
 
     @cached_property
-    def actions(self) -> list[Action]:
-        """The actions of the second step."""
-        return [*self.plan.train_schedule.actions]
-
-    @cached_property
     def planned(self) -> tuple[int, int]:
         """Planned bytes before the first step, and at the peak of a step."""
         plan = plan_memory(self.plan.config, self.plan.topology.world_size, pp_rank=self.pp_index, device="cuda")
@@ -56,7 +50,7 @@ class RankRecord:
         """A call for messages."""
         if call is None:
             return "starts none"
-        during = self.actions[call.moment] if isinstance(call.moment, int) else call.moment
+        during = [*self.plan.train_schedule.actions][call.moment] if isinstance(call.moment, int) else call.moment
         return f"starts {call.op} of {call.size} in {during} at {call.place}"
 
 

@@ -45,7 +45,7 @@ def on_meta(plan: Plan) -> Iterator[None]:
             (loss, "softmax_gradient", _softmax_gradient),
             (grouped, "_grouped_mm", _grouped_mm),
             (delta_rule, "_order", lambda _: range(1)),
-            (token_dispatcher, "on_host", EvenCounts(plan, _routed_tokens(plan))),
+            (token_dispatcher, "on_host", lambda _, counts, ep: even_counts(plan, counts, ep=ep)),
             (build, "initialize", lambda *_, **__: None),
             *((module, "HostTransfer", _MetaTransfer) for module in (activation_offload, optimizer_offload)),
             *((module, "host_zeros", _host_zeros) for module in (state, stored)),
@@ -102,31 +102,18 @@ def _softmax_gradient(
     return ((logits.gather(1, column).float() - logsumexp) * is_local)[:, 0], logits
 
 
-def _routed_tokens(plan: Plan) -> int:
-    tokens = plan.config.train.micro_batch_size * plan.config.data.seq_length
-    return tokens // plan.groups["cp"].size // plan.groups["tp"].size
-
-
-class EvenCounts:
-    """The token counts of a rank whose router chooses every expert equally often.
-
-    Args:
-        plan: plan of a rank.
-        num_tokens: tokens that it routes in a microbatch.
-    """
-
-    def __init__(self, plan: Plan, num_tokens: int) -> None:
-        moe, size = plan.shape.moe, plan.config.parallel.moe_hierarchical_dispatch or 1
-        if moe is not None:
-            num_nodes = plan.groups["ep"].size // size
-            self._pairs, self._rows = num_tokens * moe.router_topk, num_tokens * reached_nodes(moe, num_nodes)
-
-    def __call__(self, copy: Any, counts: Tensor, *, ep: Group) -> list[int]:
-        pairs = self._rows if ep.part_of and ep.part_of[2] == "all_to_all_across" else self._pairs
-        sizes = [pairs * (i + 1) // ep.size - pairs * i // ep.size for i in range(ep.size)]
-        others = [0] * (counts.shape[1] // ep.size - 1)  # the first expert of every rank has the tokens of all
-        sums = [*sizes, *[sizes[ep.index]] * ep.size * (len(counts) - 1)]
-        return [number for size in sums for number in (size, *others)]
+def even_counts(plan: Plan, counts: Tensor, *, ep: Group) -> list[int]:
+    """The token counts of a rank whose router chooses every expert equally often, in place of `on_host`."""
+    config, groups, moe = plan.config, plan.groups, plan.shape.moe
+    assert moe is not None, "a dense model has no experts"
+    num_tokens = config.train.micro_batch_size * config.data.seq_length // groups["cp"].size // groups["tp"].size
+    num_nodes = groups["ep"].size // (config.parallel.moe_hierarchical_dispatch or 1)
+    is_across = ep.part_of and ep.part_of[2] == "all_to_all_across"
+    rows = num_tokens * (reached_nodes(moe, num_nodes) if is_across else moe.router_topk)
+    sizes = [rows * (i + 1) // ep.size - rows * i // ep.size for i in range(ep.size)]
+    others = [0] * (counts.shape[1] // ep.size - 1)  # the first expert of every rank has the tokens of all
+    sums = [*sizes, *[sizes[ep.index]] * ep.size * (len(counts) - 1)]
+    return [number for size in sums for number in (size, *others)]
 
 
 class _MetaTransfer(HostTransfer):
