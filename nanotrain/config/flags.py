@@ -173,6 +173,8 @@ def split_settings(
             before, line = list(rest), CommandLine()
             with line.errors:  # found again when the settings are parsed
                 read_flag(line, argument, rest=rest)
+            if rest[:1] in (["true"], ["false"]):  # of a flag without a value, which its error names
+                rest.pop(0)
             settings += [argument, *before[: len(before) - len(rest)]]
         elif has_value and flag in ("+config", *KEYS):
             settings.append(argument)

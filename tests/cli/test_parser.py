@@ -138,3 +138,8 @@ def test_settings_may_stand_before_the_arguments_of_a_command(flags):
     for argv in ([*flags, *words], [*words, *flags]):
         args, rest = parser.parse_known_args(argv)
         assert (args.path, args.prompt, args.seed, rest) == ("lr=1,seed=2", "train.seed=3", "4", flags), argv
+
+
+def test_a_value_of_a_flag_that_takes_none_stays_behind_it():
+    line = ["--bf16", "true", "--lr", "1e-3", "--qk-layernorm"]
+    assert CommandParser("parity", COMMANDS["parity"]).parse_known_args([*line, "--world-size", "2"])[1] == line
