@@ -91,7 +91,7 @@ def _v_schedule(name: str, shape: PipelineShape, *, phases: Sequence[Sequence[Ph
     """The actions of every rank from its phases, without microbatches that the step does not have."""
     if shape.num_stages_per_rank != 2:
         raise ScheduleError(
-            f"the schedule {name} has {shape.num_stages_per_rank} per rank of the stages that it places in a V",
+            f"--pipeline-schedule {name} with --num-virtual-stages-per-pipeline-rank {shape.num_stages_per_rank}",
             why="every rank holds two: one on the way to the last rank and one on the way back",
             fix="set --num-virtual-stages-per-pipeline-rank 2 or another --pipeline-schedule",
         )
