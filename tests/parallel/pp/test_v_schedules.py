@@ -73,7 +73,6 @@ def test_v_schedules_are_those_of_torch(p: int, m: int) -> None:
 @pytest.mark.parametrize("name", PER_RANK)
 @pytest.mark.parametrize("per_rank", [1, 3])
 def test_a_v_has_two_stages_per_rank(name: str, per_rank: int) -> None:
-    with pytest.raises(
-        ScheduleError, match=f"{name} has {per_rank} per rank.*--num-virtual-stages-per-pipeline-rank 2"
-    ):
+    flag = "--num-virtual-stages-per-pipeline-rank"
+    with pytest.raises(ScheduleError, match=f"{name} with {flag} {per_rank}: every rank holds two.*set {flag} 2"):
         SCHEDULES[name](PipelineShape(4, per_rank, 8))
