@@ -58,6 +58,7 @@ PRELOADED = [
     *("nanotrain.train.open_run", "nanotrain.config.compose", "tests.harness", "tests.server_start"),
     *("tests.laws.worlds", "tests.laws.command_line", "tests.thread_world"),  # most worlds are theirs
     "transformers.models.llama.modeling_llama",  # and what all its models import: 1.2 s
+    *("torch._functorch.aot_autograd", "torch._inductor.pattern_matcher"),  # and what compiling imports: 0.7 s
     "torch._dynamo",  # torch's optimizers import it when the first one is created: 1 to 5 s on every rank
 ]
 ROOT = Path(__file__).parents[1]
