@@ -139,6 +139,7 @@ class Space:
     kept: Values = field(default_factory=dict)  # settings that stay as they are
     num_formed: int = 0  # layouts so far that the rules allow
     least_bytes: float = inf  # least memory of the first pipeline rank
+    tried: set[str] = field(default_factory=set)  # layouts so far
 
     def candidates(self) -> Iterator[Prediction]:
         """Layouts of all sizes; for each amount of recomputation the first strategy that may fit."""
@@ -152,16 +153,12 @@ class Space:
 
     def improved(self, candidates: Iterable[Prediction]) -> list[Prediction]:
         """All candidates and single changes of the fastest, round by round; the fastest first."""
-        known = {str(each.scenario.config): each for each in candidates}
-        tried: set[str] = set()
+        known = list(candidates)
         for _ in range(NUM_ROUNDS):
             # other schedules shrink the bubble
-            promising = sorted(known, key=lambda key: known[key].time.total - known[key].time.bubble / 2)
-            fresh = [key for key in promising[:NUM_IMPROVED] if key not in tried]
-            tried.update(fresh)
-            changed = [new for key in fresh for new in self.changes(known[key].scenario.config)]
-            known |= {str(new.scenario.config): new for new in changed}
-        return sorted(known.values(), key=lambda candidate: candidate.time.total)
+            promising = sorted(known, key=lambda each: each.time.total - each.time.bubble / 2)
+            known += [new for each in promising[:NUM_IMPROVED] for new in self.changes(each.scenario.config)]
+        return sorted(known, key=lambda candidate: candidate.time.total)
 
     def changes(self, config: Config) -> Iterator[Prediction]:
         """Every single change of the layout of a configuration that may fit."""
@@ -191,10 +188,16 @@ class Space:
             yield from ({"expert_tensor_parallel_size": n} for n in (1, values["tensor_model_parallel_size"]))
 
     def candidate(self, values: Values) -> Prediction | None:
-        """A layout with its time and the memory of its first pipeline rank; None if it is forbidden or cannot fit."""
-        settings = {ENTRIES[name].key: self.kept.get(name, value) for name, value in values.items()}
+        """A layout with its time and the memory of its first pipeline rank.
+
+        None if it is forbidden, cannot fit, or was formed before, as by a third of all changes.
+        """
+        layout = {**layout_of(self.config), **values, **self.kept}
+        if (key := str(layout)) in self.tried:
+            return None
+        self.tried.add(key)
         try:
-            config = with_values(self.config, settings)
+            config = with_values(self.config, {ENTRIES[name].key: value for name, value in layout.items()})
             check_layout(config)
             scenario = scenario_of(config, self.world_size, gpu=self.gpu, engine=self.engine)
         except NanotrainError:

@@ -27,7 +27,7 @@ def test_one_screen_a_picture_and_json(capsys, tmp_path):
 
 
 def test_a_search_prints_the_command_line_of_the_fastest(capsys):
-    assert main(["plan", *RUN, "--search", "--global-batch-size", "32"]) == 0
+    assert main(["plan", *RUN[:-1], "2", "--search", "--global-batch-size", "32"]) == 0
     *_, command = capsys.readouterr().out.strip().splitlines()
     assert command.startswith("nanotrain train +config=llama1b --mock-data --global-batch-size 32")
 

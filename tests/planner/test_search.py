@@ -45,7 +45,7 @@ def test_settings_of_the_command_line_stay():
     loaded = load([*SMALL, "--tensor-model-parallel-size", "4", "--sequence-parallel"])
     result = search(loaded.config, 4, gpu=gpu_of("h100"), fixed=loaded.explicit)
     assert {found.scenario.sizes["tp"] for found in result.best} == {4}
-    result = search(load(SMALL).config, 4, gpu=gpu_of("h100"), max_tensor_parallel_size=1)
+    result = search(load(SMALL).config, 2, gpu=gpu_of("h100"), max_tensor_parallel_size=1)
     assert {found.scenario.sizes["tp"] for found in result.best} == {1}
 
 
