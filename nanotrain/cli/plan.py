@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nanotrain.cli.dry_run import with_vocabulary
+from nanotrain.cli.dry_run import complete
 from nanotrain.cli.parser import CommandParser
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
@@ -37,7 +37,7 @@ def plan(argv: Sequence[str]) -> int:
         print(run_rows(args.rows, args.output, engine=args.engine))
         return 0
     loaded = load_line(parse(rest))
-    loaded = replace(loaded, config=with_vocabulary(loaded.config))
+    loaded = replace(loaded, config=complete(loaded))
     found = (_search if args.search else _predict)(args, loaded, command=f"nanotrain train {' '.join(rest)}")
     print(json.dumps(found, indent=2) if args.json else found)
     return 0

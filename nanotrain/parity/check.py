@@ -56,7 +56,7 @@ from nanotrain.runs.folder import RunFolder
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.topology.topology import Topology
 from nanotrain.train.build import build_run
-from nanotrain.train.inputs import with_checkpoint_model, with_pretrained_model
+from nanotrain.train.inputs import with_known_model
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import Run, RunInputs
 from nanotrain.train.step import train_step
@@ -133,12 +133,7 @@ def check_parity(loaded: Loaded, world_size: int, *, num_steps: int, tolerance: 
         TopologyError: the layout does not fit the ranks.
         ConfigError: the model cannot be sharded by the layout.
     """
-    config = loaded.config
-    if not config.is_model_known:
-        complete = with_pretrained_model if config.checkpoint.pretrained_checkpoint else with_checkpoint_model
-        config = complete(config, loaded.explicit)
-        check_model(config)
-        check_layout(config)
+    config = with_known_model(loaded.config, loaded.explicit)
     topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
     small = shrink(config, world_size, num_steps=num_steps)
     validate_for_world(small, world_size, expected_dp=loaded.data_parallel_size)

@@ -75,11 +75,7 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
     config, folder = loaded.config, RunFolder.of(loaded.config)
     if reads_checkpoint or config.checkpoint.use_checkpoint_args:
         _fetch(config, folder)
-    config = with_local_files(config)
-    if config.checkpoint.pretrained_checkpoint:
-        config = with_pretrained_model(config, loaded.explicit)
-    elif config.checkpoint.use_checkpoint_args:
-        config = with_checkpoint_model(config, loaded.explicit)
+    config = with_known_model(with_local_files(config), loaded.explicit)
     folder.require_writable(probes=reads_checkpoint)
     data = _prepare_quickstart(config.data, folder) if uses_quickstart(config.data) else config.data
     tokenizer = tokenizer_of(data)
@@ -129,7 +125,26 @@ def read_tasks(train: TrainConfig, tokenizer: Tokenizer | None) -> tuple[Task, .
     return tuple(read(name, Path(expanded(file))) for name, file in files.items())
 
 
-def with_pretrained_model(config: Config, explicit: frozenset[str]) -> Config:
+def with_known_model(config: Config, explicit: frozenset[str]) -> Config:
+    """The configuration with the model of the Hugging Face folder or the checkpoint that a run begins from, if any.
+
+    Args:
+        config: the configuration; files of a hub that it names are fetched.
+        explicit: keys set on the command line.
+
+    Raises:
+        NanotrainError: there is no such folder, settings contradict it, or the layout does not fit its model.
+    """
+    if config.is_model_known:
+        return config
+    complete = _with_pretrained_model if config.checkpoint.pretrained_checkpoint else _with_checkpoint_model
+    config = complete(with_local_files(config), explicit)
+    check_model(config)
+    check_layout(config)
+    return config
+
+
+def _with_pretrained_model(config: Config, explicit: frozenset[str]) -> Config:
     """Replace the model section by the one in the pretrained checkpoint's config.json.
 
     Args:
@@ -138,14 +153,13 @@ def with_pretrained_model(config: Config, explicit: frozenset[str]) -> Config:
     """
     from nanotrain.interop.hf.families import check_against, model_from_hf
 
-    config = with_local_files(config)
     assert config.checkpoint.pretrained_checkpoint, "callers check it"
     described = model_from_hf(Path(config.checkpoint.pretrained_checkpoint))
     fields = frozenset(key.removeprefix("model.") for key in explicit if key.startswith("model."))
     return replace(config, model=check_against(described, config.model, explicit=fields))
 
 
-def with_checkpoint_model(config: Config, explicit: frozenset[str]) -> Config:
+def _with_checkpoint_model(config: Config, explicit: frozenset[str]) -> Config:
     """Replace the model section by the one of the checkpoint to start from; without a checkpoint nothing changes.
 
     Model settings of the command line that do not concern the weights stay (loss coefficients, capacity). The others

@@ -5,6 +5,7 @@ from pathlib import Path
 from textwrap import indent
 
 import pytest
+from transformers import MixtralConfig
 
 from nanotrain.cli.main import main
 from nanotrain.config.load import load, to_yaml
@@ -30,6 +31,22 @@ def test_a_search_prints_the_command_line_of_the_fastest(capsys):
     assert main(["plan", *RUN[:-1], "2", "--search", "--global-batch-size", "32"]) == 0
     *_, command = capsys.readouterr().out.strip().splitlines()
     assert command.startswith("nanotrain train +config=llama1b --mock-data --global-batch-size 32")
+
+
+def test_the_model_of_a_hugging_face_folder_is_planned(capsys, tmp_path):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 64, "vocab_size": 512}
+    layers = {"num_hidden_layers": 2, "num_key_value_heads": 2, "num_local_experts": 4, "intermediate_size": 96}
+    MixtralConfig(**sizes, **layers).save_pretrained(tmp_path)
+    layout = ["--world-size", "4", "--expert-model-parallel-size", "2", "--seq-length", "64"]
+    assert main(["plan", *layout, "--json", "--pretrained-checkpoint", str(tmp_path)]) == 0
+    planned = json.loads(capsys.readouterr().out)["memory_bytes"]
+    experts = "--num-experts 4 --num-layers 2 --ffn-hidden-size 96 --group-query-attention --num-query-groups 2"
+    shape = [word for key, value in sizes.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    alike = ["--untie-embeddings-and-output-weights", "--moe-router-topk", "2", *experts.split(), *shape]
+    assert main(["plan", *layout, "--json", *alike]) == 0
+    assert json.loads(capsys.readouterr().out)["memory_bytes"] == planned
+    assert main(["dry-run", *layout, "--pretrained-checkpoint", str(tmp_path)]) == 0
+    assert "ep 2" in (text := capsys.readouterr().out) and "no fault" in text
 
 
 @pytest.mark.parametrize(
