@@ -22,7 +22,7 @@ MIB = 2**20
 
 def estimate_memory(scenario: Scenario) -> MemoryPlan:
     """The memory of the pipeline rank that needs the most."""
-    return max((memory_of_rank(scenario, rank) for rank in _different_ranks(scenario)), key=lambda plan: plan.total)
+    return max((memory_of_rank(scenario, rank) for rank in range(scenario.sizes["pp"])), key=lambda plan: plan.total)
 
 
 def memory_of_rank(scenario: Scenario, pp_rank: int) -> MemoryPlan:
@@ -31,17 +31,6 @@ def memory_of_rank(scenario: Scenario, pp_rank: int) -> MemoryPlan:
         return _estimated(scenario, pp_rank)
     schedule = _in_flight_schedule(scenario)
     return plan_memory(scenario.config, scenario.world_size, pp_rank=pp_rank, device="cuda", schedule=schedule)
-
-
-def _different_ranks(scenario: Scenario) -> list[int]:
-    """Of pipeline ranks with the same stages the first, with most in flight, and the last, with most deferred W."""
-    bounds: dict[object, list[int]] = {}
-    for rank, stages in enumerate(scenario.stages):
-        kinds = tuple(
-            (tuple(map(scenario.shape.kinds, stage.layers)), stage.has_embedding, stage.has_head) for stage in stages
-        )
-        bounds[kinds] = [*bounds.get(kinds, [])[:1], rank]
-    return [rank for ranks in bounds.values() for rank in ranks]
 
 
 def _in_flight_schedule(scenario: Scenario) -> Schedule:

@@ -113,9 +113,12 @@ def layout_of(config: Config) -> dict[str, Any]:
 
 
 def _fitting(candidates: Iterable[Prediction]) -> Iterator[Prediction]:
-    """The layouts of which every pipeline rank fits."""
-    predictions = (predict(candidate.scenario) for candidate in candidates)
-    return (prediction for prediction in predictions if prediction.headroom >= 0)
+    """The layouts of which every pipeline rank fits, as the first of every candidate does."""
+    for candidate in candidates:
+        scenario = candidate.scenario
+        plans = (memory_of_rank(scenario, rank) for rank in range(1, scenario.sizes["pp"]))
+        if all(plan.reserved <= scenario.gpu.memory_bytes for plan in plans):
+            yield predict(scenario)
 
 
 def _lighter(predictions: Iterable[Prediction], *, factor: float = 1.0) -> Iterator[Prediction]:

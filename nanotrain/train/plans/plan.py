@@ -262,7 +262,7 @@ def plan_train_schedule(config: Config, groups: Mapping[GroupName, GroupSpec], *
     return _rank_plan(config.parallel.pipeline_schedule, pipeline, rank=groups["pp"].index)
 
 
-@lru_cache(maxsize=32)  # thousands of layouts of a search have few pipelines
+@lru_cache(maxsize=1024)  # thousands of layouts of a search have few pipelines
 def _rank_plan(name: str, pipeline: PipelineShape, *, rank: int, is_training: bool = True) -> RankPlan:
     """The actions and transfers of a rank; in validation the forwards alone."""
     schedule = build_schedule(name, pipeline)
