@@ -208,7 +208,8 @@ def config(argv: Sequence[str]) -> int:
         loaded = load_line(line, to_train=False)
         check_names(loaded.config)
         text = to_yaml(loaded.config).rstrip()
-        for note in loaded.notes:
+        unread = "model: replaced at the start of a run by the model of the checkpoint that it begins from"
+        for note in [*loaded.notes, *([] if loaded.config.is_model_known else [unread])]:
             print(f"note: {note}", file=sys.stderr)
     print(text)
     return 0

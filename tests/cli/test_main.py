@@ -144,6 +144,8 @@ def test_config_prints_what_a_run_would_use(capsys):
     assert capsys.readouterr().out == to_yaml(load_config(["+config=tiny", "--bf16"]))
     assert main(["config", "--explain", "+config=tiny", "--bf16"]) == 0
     assert "command line: --bf16" in capsys.readouterr().out
+    assert main(["config", "--pretrained-checkpoint", "folder"]) == 0
+    assert "note: model: replaced at the start of a run" in capsys.readouterr().err
 
 
 def test_cfg_job_prints_and_does_not_train(capsys):
