@@ -38,6 +38,7 @@ from cards import CARDS, Card, attention_kernel, attention_share
 from operator_count import OperatorCount, on_meta
 
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.comm.recorder import Recorder
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
 from nanotrain.config.parallel import ParallelConfig
@@ -206,7 +207,8 @@ def _count_microbatches(
         hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     before = group.traffic.bytes("tp")
     _cast_weights(module, OperatorCount(budget, times=1))
-    with on_meta(count, has_triton=has_triton), _even_routing(plan), count:
+    # the recorder runs each operator once per shapes of its arguments
+    with on_meta(count, has_triton=has_triton), _even_routing(plan), Recorder(), count:
         out = module(hidden, batch)
         out.backward(None if out.dim() == 0 else torch.empty_like(out))
     if group.size > 1:
