@@ -47,7 +47,7 @@ class Attention(nn.Module):
         self.max_logits = self.scores.max_logits
         self.head_dims = (shape.head_dim, shape.head_dim, shape.value_head_dim, shape.value_head_dim)  # as projected
         self.has_window = shape.has_window(layer)
-        self.rotary_index = int(self.has_window) if shape.has_rope(layer) else 2
+        self.rotary_index = int(self.has_window) if shape.has_rope(layer) else 2  # in the order of `layer_tables`
         self.factor = model_config.attention_output_multiplier
         self.core_attention = parallel.core_attention
         query_rows = _rows(shape, shape.num_heads, tensor_parallel=parallel.tp)
