@@ -48,7 +48,6 @@ class LayerBytes(RankSizes):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario.config, scenario.shape, sizes=scenario.sizes)
         self.scenario, self.engine = scenario, scenario.engine
-        self.columns = self.shape.padded_vocab_size // self.tp  # of the vocabulary
         config, self.model = scenario.config, scenario.config.model
         # of the kept input of a linear layer, relative to the data type of the activations
         self.share_in_fp8 = read_data("dtypes")["saved"].get(scenario.matmul_dtype, 1.0)

@@ -44,7 +44,6 @@ class Layers(RankSizes):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario.config, scenario.shape, sizes=scenario.sizes)
         self.scenario, self.engine = scenario, scenario.engine
-        self.columns = self.shape.padded_vocab_size // self.tp  # of the vocabulary
         self.gpu, self.dtype = scenario.machine, self.config.precision.params_dtype
 
     def collective(self, name: str, operation: str, *, num_bytes: float) -> float:

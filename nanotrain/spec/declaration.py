@@ -146,6 +146,7 @@ class RankSizes:
         self.outside = self.tokens // (self.tp if self.sequence_parallel else 1)  # outside of tensor-parallel layers
         self.itemsize = 4 if config.precision.params_dtype == "fp32" else 2  # of activations
         self.width = shape.hidden_size * self.itemsize  # bytes of a token's hidden state
+        self.columns = shape.padded_vocab_size // self.tp  # of the vocabulary
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class Activations(RankSizes):
 
     def head(self) -> int:
         """The input of the final norm, and the gradients that the loss computes in its forward."""
-        weight = self.shape.padded_vocab_size // self.tp * self.shape.hidden_size * FP32
+        weight = self.columns * self.shape.hidden_size * FP32
         return (self.outside + self.tokens) * self.width + weight * (not self.writes_head)
 
     def block_working(self) -> int:
@@ -153,7 +153,7 @@ class Activations(RankSizes):
 
     def loss_working(self, *, is_training: bool = True) -> int:
         """Temporaries of the loss: its inputs, which autograd does not save, and logits of a chunk and gradients."""
-        columns, is_low = self.shape.padded_vocab_size // self.tp, self.itemsize < FP32
+        columns, is_low = self.columns, self.itemsize < FP32
         tokens = min(self.tokens, chunk_tokens(columns, device=self.device, is_training=is_training))
         has_softcap = self.config.model.final_logit_softcapping is not None
         if self.device == "cpu":  # logits are converted for the softmax, wgrads for their sum over chunks
