@@ -38,12 +38,12 @@ def plan(argv: Sequence[str]) -> int:
         return 0
     loaded = load_line(parse(rest))
     loaded = replace(loaded, config=complete(loaded))
-    found = (_search if args.search else _predict)(args, loaded, command=f"nanotrain train {' '.join(rest)}")
+    found = _search(args, loaded, rest=rest) if args.search else _predict(args, loaded)
     print(json.dumps(found, indent=2) if args.json else found)
     return 0
 
 
-def _predict(args: argparse.Namespace, loaded: Loaded, *, command: str) -> Any:
+def _predict(args: argparse.Namespace, loaded: Loaded) -> Any:
     """The screen of one layout, or its values."""
     from nanotrain.planner.explain import explain
     from nanotrain.planner.prediction import predict
@@ -60,7 +60,7 @@ def _predict(args: argparse.Namespace, loaded: Loaded, *, command: str) -> Any:
     return f"{text}\n\n{explain(prediction)}" if args.explain else text
 
 
-def _search(args: argparse.Namespace, loaded: Loaded, *, command: str) -> Any:
+def _search(args: argparse.Namespace, loaded: Loaded, *, rest: Sequence[str]) -> Any:
     """The fastest layouts and the command line of the first, or their values."""
     from nanotrain.planner.screen import as_values, search_text
     from nanotrain.planner.search import layout_of, search
@@ -75,7 +75,7 @@ def _search(args: argparse.Namespace, loaded: Loaded, *, command: str) -> Any:
     )
     if args.json:
         return [{"settings": layout_of(each.scenario.config), **as_values(each)} for each in result.best]
-    return search_text(result, loaded.config, command=command)
+    return search_text(result, loaded.config, command=f"nanotrain train {' '.join(rest)}")
 
 
 def _gpu(args: argparse.Namespace) -> "GPU":

@@ -102,10 +102,7 @@ def _inside_s(gpu: GPU, operation: str, *, num_bytes: float, size: int) -> float
         scale *= (gpu.gpus_per_node - 1) / (min(size, gpu.gpus_per_node) - 1)
     sizes = sorted(int(ranks) for ranks in measured)
     near = next((ranks for ranks in sizes if ranks >= size), sizes[-1])
-    seconds = _measured_s(measured[str(near)], num_bytes * scale)
-    if size == near:
-        return seconds
-    least = _measured_s(measured[str(near)], 1.0)
+    seconds, least = (_measured_s(measured[str(near)], each) for each in (num_bytes * scale, 1.0))
     more_latency = log2(size / near) * (least - _measured_s(measured[str(near // 2)], 1.0)) if near > 2 else 0.0
     wire = (seconds - least) * ((size - 1) / size) / ((near - 1) / near)
     return least + more_latency + wire

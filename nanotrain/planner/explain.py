@@ -62,5 +62,4 @@ def _totals(time: StepTime) -> str:
         "gigaflops": flops_per_token(scenario.shape, scenario.config.data.seq_length) / 1e9,
         "peak_tflops": time.peak_flops / 1e12,
     }
-    text: str = TOTALS.rstrip()
-    return text.format(time=time, scenario=scenario, **numbers, **ranges)
+    return str(TOTALS).rstrip().format(time=time, scenario=scenario, **numbers, **ranges)

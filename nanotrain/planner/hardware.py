@@ -79,8 +79,7 @@ def gpus() -> dict[str, GPU]:
 
 
 def _gpu(name: str, **row: Any) -> GPU:
-    row = {"kernels": name} | row
-    row = {"collectives": row["kernels"]} | row
+    row = {"kernels": name, "collectives": row.get("kernels", name)} | row
     row |= {level: Link(*map(float, row[level])) for level in ("node", "network")}
     peaks = {dtype: float(tflops) * 1e12 for dtype, tflops in row.pop("peak_tflops").items()}
     reachable = dict.fromkeys(peaks, row["reachable"]["bf16"]) | row["reachable"]

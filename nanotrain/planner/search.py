@@ -99,8 +99,7 @@ def search(
 def next_change(prediction: Prediction) -> Prediction | None:
     """The single change of a layout that makes the step the shortest and fits; None if none is faster."""
     scenario, gpu = prediction.scenario, prediction.scenario.gpu
-    engine, max_tp = scenario.engine.name, gpu.gpus_per_node
-    space = Space(scenario.config, scenario.world_size, gpu=gpu, engine=engine, max_tp=max_tp)
+    space = Space(scenario.config, scenario.world_size, gpu=gpu, engine=scenario.engine.name, max_tp=gpu.gpus_per_node)
     longest = prediction.time.total if prediction.headroom >= 0 else inf
     changes = sorted(space.changes(scenario.config), key=lambda candidate: candidate.time.total)
     faster = (candidate for candidate in changes if candidate.time.total < longest)

@@ -136,11 +136,10 @@ def _few(config: Config, topology: Topology, *, fewest: bool = False) -> Config:
     """The configuration with as many microbatches as show every part of its schedule, or with the fewest."""
     train, dp, pp = config.train, topology.size("dp"), topology.size("pp")
     number = num_microbatches(train, dp)
-    few = FEWEST if fewest else pp + 2
+    enough = number if config.parallel.pipeline_schedule == "gpipe" else pp + 2  # gpipe keeps all at once
+    few = FEWEST if fewest else enough
     if config.parallel.num_virtual_stages_per_pipeline_rank > 1:
         few = 2 * pp
-    elif config.parallel.pipeline_schedule == "gpipe":  # all are kept at once
-        few = FEWEST if fewest else number
     return with_batch_size(config, train.micro_batch_size * dp * min(few, number))
 
 
