@@ -21,6 +21,7 @@ from nanotrain.config.schema import (
     KEYS,
     argument_of,
     entries_of,
+    flat_values,
     typed,
     value_of,
     walk_sections,
@@ -100,8 +101,11 @@ def reset_unused(
     Returns:
         The configuration, and the origin of each value that was reset.
     """
-    origins: dict[str, str] = {}
+    values, origins = flat_values(config), dict[str, str]()
+    changed = {name: values[entry.key] for name, entry in ENTRIES.items() if values[entry.key] != entry.default}
     for rule in unused():
+        if changed.keys().isdisjoint(rule.fields):  # of most rules: conditions take several times as long
+            continue
         causes = [ENTRIES[name] for name in rule.causes]
         if not unreadable.isdisjoint(cause.name for cause in causes):
             continue
@@ -112,10 +116,7 @@ def reset_unused(
             if not holds(Values(config), rule.where):
                 continue
         is_overruled = any(cause.key in explicit for cause in causes)
-        for entry in (ENTRIES[name] for name in rule.fields):
-            value = value_of(config, entry.key)
-            if value == entry.default:
-                continue
+        for entry in [ENTRIES[name] for name in rule.fields if name in changed]:
             is_reset = rule.is_harmless or entry.key in defaults or (is_overruled and entry.key not in explicit)
             if not is_reset:
                 errors.errors.append(without_effect(config, entry, rule=rule))
@@ -123,7 +124,7 @@ def reset_unused(
             config = with_values(config, {entry.key: entry.default})
             source = "the command line" if entry.key in explicit else "the YAML"
             source = "Megatron-LM" if entry.key in defaults else source
-            origins[entry.key] = f"default, not {source}'s {typed(value)}: {rule.why}"
+            origins[entry.key] = f"default, not {source}'s {typed(changed.pop(entry.name))}: {rule.why}"
     return without_absent(config) if config.is_model_known else config, origins
 
 
