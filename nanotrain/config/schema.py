@@ -186,8 +186,11 @@ def flat_values(config: Any, *, path: str = "") -> dict[str, Any]:
     """The values of a configuration (or section) by key; of absent sections the defaults."""
     values: dict[str, Any] = {}
     for field in fields(config):
-        key, value = f"{path}{field.name}", _inner(config, field.name)
-        values |= flat_values(value, path=f"{key}.") if "section" in field.metadata else {key: value}
+        key = f"{path}{field.name}"
+        if "section" in field.metadata:
+            values |= flat_values(_inner(config, field.name), path=f"{key}.")
+        else:
+            values[key] = getattr(config, field.name)
     return values
 
 
