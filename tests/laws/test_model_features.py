@@ -3,7 +3,7 @@
 L1  two steps: losses, norms and weights of one rank         L5  resident and sent bytes are the planned ones
 L2  initial weights of one rank, to the bit                  L6  stages of every length, every schedule
 L3, L7  stopped after a step and resumed, recomputed and overlapped: the same bits
-L4  loads to the bit what one rank saved and has its next loss; its own checkpoint holds the same global tensors
+L4  loads to the bit what one rank saved; its own checkpoint holds the same global tensors
 """
 
 import math
@@ -184,7 +184,6 @@ class Trained:
     saved: State
     outcome: Outcome
     loaded: State
-    loss_after_load: float
 
 
 def train_in_every_way(ctx: ParallelContext, layout: Layout, own: Path, other: Path | None) -> dict[str, Trained]:
@@ -215,7 +214,7 @@ def train_model(ctx: ParallelContext, layout: Layout, name: str, *, own: Path, o
     assert_same_bits(state_of(resumed), state_of(run), f"{name}: after the step after the resume")
 
     there = build_here(ctx, layout.case(name), checkpoint=other / SAVED, folder=own)
-    return Trained(initial, saved, outcome, state_of(there), train_steps(there, 1)[0].loss)
+    return Trained(initial, saved, outcome, state_of(there))
 
 
 def assert_same_bits(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tensor], what: str) -> None:
@@ -318,8 +317,6 @@ def assert_equal_to_one_rank(by_rank: list[dict[str, Trained]], single: dict[str
         assert_same_named(assemble(initial), assemble([replace(expected.outcome, weights=expected.initial)]), row)
         loaded = global_tensors(rank.loaded for rank in ranks)
         assert_same_named(loaded, global_tensors([expected.saved]), f"{row}: loads what one rank saved")
-        for rank in ranks:
-            assert rank.loss_after_load == pytest.approx(expected.outcome.losses[1], rel=LOSS_TOLERANCE), row
 
 
 def assert_same_named(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
