@@ -200,7 +200,12 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
     >>> with_values(Config(), {"model.moe.router_topk": 8}).model.moe.router_topk
     8
     """
-    return build_section(type(config), {**flat_values(config), **values})
+    changed = {key.partition(".")[0] for key in values}
+    kept: dict[str, Any] = {}  # sections in which nothing changes are not taken apart
+    for field in fields(config):
+        value, is_split = _inner(config, field.name), "section" in field.metadata and field.name in changed
+        kept |= flat_values(value, path=f"{field.name}.") if is_split else {field.name: value}
+    return build_section(type(config), kept | dict(values))
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
