@@ -34,6 +34,7 @@ PROFILE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("nanotrain", PROFILE, derandomize=True)
 settings.register_profile("search", PROFILE, max_examples=1000)
 settings.load_profile("nanotrain")
+collect_ignore = ["server_start.py"]  # it changes how the fork server of its process starts, which is not this one
 # Hypothesis also tries the constants of all modules of this project that were imported so far, which are not the same
 # in every run: they depend on the tests that ran before in this process.
 providers._get_local_constants = lambda: providers._local_constants

@@ -294,9 +294,11 @@ def _run_and_exit(environment: dict[str, str], run: Callable[..., None], *args: 
 
 def _run_worlds(pipe: Connection) -> None:
     """Run the worlds that the test process sends, one after the other, from the same random state."""
+    import torch  # a server that another test has started may not have it
+
     while True:
         world, payload = pipe.recv()
-        sys.modules["torch"].manual_seed(0)
+        torch.manual_seed(0)
         run = partial(_run_rank, world, 0) if world.size == 1 else partial(_run_ranks_in_threads, world)
         run(payload, pipe)
 
