@@ -28,6 +28,15 @@ from tests.laws.test_model_features import (
 from tests.laws.worlds import Case, train_cases
 
 DOCUMENTS = {"reset_attention_mask": True}
+MLA = {
+    "num_query_groups": None,
+    "multi_latent_attention": True,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+}
 # four layers each
 MODELS: dict[str, dict[str, Any]] = {
     "short convolutions, output gate": EXPERTS
@@ -83,15 +92,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_placement": "sandwich",
     },
     "sparse attention": EXPERTS
+    | MLA
     | {
         "num_layers": 4,
-        "num_query_groups": None,
-        "multi_latent_attention": True,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 16,
-        "qk_head_dim": 8,
-        "qk_pos_emb_head_dim": 4,
-        "v_head_dim": 8,
         "sparse_attention_type": "dsa",
         "dsa_indexer_n_heads": 3,
         "dsa_indexer_head_dim": 8,
@@ -119,15 +122,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_dropout": 0.1,
     },
     "shortcuts": EXPERTS
+    | MLA
     | {
         "num_layers": 4,
-        "num_query_groups": None,
-        "multi_latent_attention": True,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 16,
-        "qk_head_dim": 8,
-        "qk_pos_emb_head_dim": 4,
-        "v_head_dim": 8,
         "mla_scale_lora": True,
         "moe_layer_freq": "[0,1]*2",
         "moe_shortcut": True,
