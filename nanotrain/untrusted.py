@@ -73,7 +73,7 @@ def open_file(path: Path, *, follows_links: bool = False, most: int = LARGEST) -
 def read_rows(path: Path, *, most: int = MAX_ROWS_BYTES) -> Iterator[dict[str, Any]]:
     """The objects of a file with one per line, of a large file those of the last `most` bytes.
 
-    Other lines, those longer than MAX_LINE, and a file that cannot be read are left out.
+    Other lines, those of MAX_LINE bytes or more, and a file that cannot be read are left out.
     """
     try:
         file = open_file(path)
@@ -84,6 +84,8 @@ def read_rows(path: Path, *, most: int = MAX_ROWS_BYTES) -> Iterator[dict[str, A
         bad = 0
         while most > 0 and bad < MAX_BAD_LINES and (line := file.readline(MAX_LINE)):
             most, bad = most - len(line), bad + 1
+            if len(line) == MAX_LINE:  # part of a longer one
+                continue
             with suppress(ValueError):  # truncated by a crash
                 row = parse_json(line, allow_nan=True)
                 if isinstance(row, dict):

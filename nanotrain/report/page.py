@@ -62,6 +62,7 @@ def render(runs: Sequence[RunHistory], *, live: Mapping[str, Any] | None = None)
     starts = [[asdict(start) for start in run.starts[-MAX_STARTS:]] for run in runs]
     axes = [figures.axes_of(run) for run in runs]
     data = {"charts": charts, "axes": axes, "starts": starts, "columns": columns, "live": live}
+    hash_of_plotly, plotly = _plotly()
     return Template(_file("page.html")).substitute(
         title=escape(title),
         connect="connect-src 'self'" if live else "",
@@ -72,8 +73,8 @@ def render(runs: Sequence[RunHistory], *, live: Mapping[str, Any] | None = None)
         # "<" would end the script element where a text contains "</script>"
         figures=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         # the policy names the two programs by their hashes: no text of a run can become one
-        programs=f"{_hash(_file('page.js').encode())} {_hash(_plotly())}",
-        plotly=base64.b64encode(gzip.compress(_plotly(), compresslevel=6, mtime=0)).decode(),
+        programs=f"{_hash(_file('page.js').encode())} {hash_of_plotly}",
+        plotly=plotly,
         program=_file("page.js"),
     )
 
@@ -131,11 +132,13 @@ def _file(name: str) -> str:
 
 
 @cache
-def _plotly() -> bytes:
-    """plotly.min.js of the installed package, which is not imported."""
+def _plotly() -> tuple[str, str]:
+    """The hash of plotly.min.js and the program compressed; the installed package is not imported."""
     spec = find_spec("plotly")
     assert spec is not None and spec.submodule_search_locations, "plotly is a dependency"
-    return (Path(spec.submodule_search_locations[0]) / "package_data" / "plotly.min.js").read_bytes()
+    program = (Path(spec.submodule_search_locations[0]) / "package_data" / "plotly.min.js").read_bytes()
+    packed = gzip.compress(program, compresslevel=5, mtime=0)  # 1 % larger than by 9 in half the time
+    return _hash(program), base64.b64encode(packed).decode()
 
 
 def _hash(program: bytes) -> str:
