@@ -14,11 +14,12 @@ from nanotrain.report.history import RunHistory
 from tests.report.runs import expert_load, write_run
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> list[RunHistory]:
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunHistory]:
+    folder = tmp_path_factory.mktemp("runs")
     valid = lambda step: 3.0 if step % 10 == 0 else None  # noqa: E731
-    first = write_run(tmp_path / "first", moe=expert_load, valid_loss=valid, stall_s=lambda step: step / 7)
-    return [RunHistory.read(first), RunHistory.read(write_run(tmp_path / "second", steps=5000, mfu=lambda _: 0.4))]
+    first = write_run(folder / "first", moe=expert_load, valid_loss=valid, stall_s=lambda step: step / 7)
+    return [RunHistory.read(first), RunHistory.read(write_run(folder / "second", steps=2000, mfu=lambda _: 0.4))]
 
 
 def by_title(runs: list[RunHistory]) -> dict[str, figures.Figure]:

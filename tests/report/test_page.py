@@ -7,9 +7,11 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nanotrain.errors import EnvironmentFault
@@ -33,8 +35,10 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("runs")
     first = write_run(folder / "first", moe=expert_load)
     (first / "samples.jsonl").write_text('{"step": 40, "text": "</script><script>alert(1)</script>"}\n')
-    second = write_run(folder / "a<b", steps=100_000, config=CONFIG, **{"</script>": lambda step: step})
-    return render([RunHistory.read(first), RunHistory.read(second)])
+    second = RunHistory.read(write_run(folder / "a<b", steps=1000, config=CONFIG, **{"</script>": lambda step: step}))
+    columns = {name: np.repeat(values, 100) for name, values in second.columns.items()}
+    second = replace(second, columns=columns | {"step": np.arange(1.0, 100_001)})
+    return render([RunHistory.read(first), second])
 
 
 def test_every_section_and_chart_is_there(page: str) -> None:
