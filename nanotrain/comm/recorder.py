@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 BLOCK_BYTES = 512  # torch's allocator on GPUs rounds every size up to a multiple of this
 _PACKAGE = f"{Path(__file__).parents[1]}/"
+_SEQUENCES = (list, tuple)
 _HIDDEN = tuple(f"{_PACKAGE}{folder}/" for folder in ("comm", "planner"))
 # Operators that take a tensor for its shape, dtype or storage and touch no memory of it.
 _METADATA_ONLY = {
@@ -139,9 +140,10 @@ class Recorder(TorchDispatchMode):
         operands = _tensors((*args, *kwargs.values()))
         if self.flying and func.overloadpacket.__name__ not in _METADATA_ONLY:
             self.num_operators += 1
-            written = _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in _written(func)])
-            read = [each for each in operands if not any(each is other for other in written)]
-            self.check(func._schema.name, reads=read, writes=written)
+            if self._are_in_flight(operands):
+                written = _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in _written(func)])
+                read = [each for each in operands if not any(each is other for other in written)]
+                self.check(func._schema.name, reads=read, writes=written)
         result = self._run(func, args, kwargs=kwargs, inputs=operands)
         for tensor in result if isinstance(result, list | tuple) else (result,):
             if isinstance(tensor, Tensor) and tensor.is_meta:
@@ -155,10 +157,7 @@ class Recorder(TorchDispatchMode):
     def check(self, what: str, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """Raise `Race` if something in flight conflicts with these accesses, or has lost its storage."""
         self._check_storages(what)
-        used = {tensor.untyped_storage()._cdata for tensor in (*reads, *writes)}
         for flight in self.flying:
-            if used.isdisjoint(flight.storages):
-                continue
             for tensors, does, buffers in (
                 (reads, "reads an output", flight.outputs),
                 (writes, "writes to an output", flight.outputs),
@@ -192,6 +191,11 @@ class Recorder(TorchDispatchMode):
         left = [flight for flight in self.flying if not flight.ends_on_host]
         if left:
             raise Race(f"never waited for: {'; '.join(map(str, left))}")
+
+    def _are_in_flight(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether tensors share a storage with an operation in flight, or a storage in flight is lost."""
+        used = {tensor.untyped_storage()._cdata for tensor in tensors}
+        return any(flight.is_lost or not used.isdisjoint(flight.storages) for flight in self.flying)
 
     def _check_storages(self, what: str) -> None:
         lost = next((flight for flight in self.flying if flight.is_lost), None)
@@ -264,15 +268,22 @@ def _written(func: Any) -> list[tuple[int, str]]:
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
     tensors: list[Tensor] = []
     for value in values:
-        tensors += [value] if isinstance(value, Tensor) else _tensors(value) if isinstance(value, list | tuple) else []
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, _SEQUENCES):
+            tensors += _tensors(value)
     return tensors
 
 
-def _shapes(value: Any) -> Any:
+def _shapes(values: Sequence[Any]) -> tuple[Any, ...]:
     """The arguments of an operator as a key."""
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
-    return tuple(map(_shapes, value)) if isinstance(value, list | tuple) else (type(value), value)
+    key: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            key.append((value.shape, value.stride(), value.dtype, value.is_meta))
+        else:
+            key.append(_shapes(value) if isinstance(value, _SEQUENCES) else (type(value), value))
+    return tuple(key)
 
 
 def _maker(tensor: Tensor) -> Callable[[], Tensor]:

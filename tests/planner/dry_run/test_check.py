@@ -39,13 +39,13 @@ def run(flags: str, world_size: int, **options: Any) -> DryRun:
 
 
 # recipe -> ranks and flags of a small world, and of its largest where that is another one; of layers of linear
-# attention, each of which runs a thousand operators, their pattern of four three times
+# attention, each of which runs a thousand operators, their pattern of four two or three times
 FEWER = "--num-layers 2"
 SMALLER = f"{FEWER} --global-batch-size 64"
 TWICE = "--num-layers 4 --global-batch-size 64"  # as many layers
 DEEPSEEK = "--num-layers 5 --moe-layer-freq [0]*3+[1]*2 --pipeline-model-parallel-size 2"
 NEMOTRON = "--num-layers 6 --hybrid-layer-pattern ME*MEM --pipeline-model-parallel-size 2 --global-batch-size 64"
-KIMI = "--num-layers 12 --moe-layer-freq [0]+[1]*11 --linear-attention-freq 4"
+KIMI = "--num-layers 8 --moe-layer-freq [0]+[1]*7 --linear-attention-freq 4"
 LINEAR = f"{FEWER} --linear-attention-freq 2 --micro-batch-size 1 --global-batch-size 64"
 RECIPES: dict[str, tuple[Any, ...]] = {
     "tiny": (12, "--mock-data"),
@@ -59,11 +59,11 @@ RECIPES: dict[str, tuple[Any, ...]] = {
     "qwen3_30b_a3b": (16, f"{TWICE} --pipeline-model-parallel-size 4", 1024, ""),
     "mixtral_8x7b": (32, FEWER, 1024, ""),
     "nemotron3_nano_30b_a3b": (16, NEMOTRON, 1024, ""),
-    "qwen3_next_80b_a3b": (4, LINEAR, 64, "--num-layers 12"),
-    "qwen3_5_27b": (4, f"{FEWER} --linear-attention-freq 2 --global-batch-size 64", 1024, "--num-layers 12"),
-    "qwen3_5_35b_a3b": (4, LINEAR, 64, "--num-layers 12"),
-    "kimi_linear_48b_a3b": (4, f"{LINEAR} --moe-layer-freq [0]+[1]", 64, KIMI),
-    "deepseek_v32": (16, f"{DEEPSEEK} --expert-model-parallel-size 8 --global-batch-size 16 --seq-length 2048"),
+    "qwen3_next_80b_a3b": (2, LINEAR, 64, "--num-layers 8"),
+    "qwen3_5_27b": (2, f"{FEWER} --linear-attention-freq 2 --global-batch-size 64", 1024, "--num-layers 8"),
+    "qwen3_5_35b_a3b": (2, LINEAR, 64, "--num-layers 12"),
+    "kimi_linear_48b_a3b": (2, f"{LINEAR} --moe-layer-freq [0]+[1]", 64, KIMI),
+    "deepseek_v32": (16, f"{DEEPSEEK} --expert-model-parallel-size 8 --global-batch-size 16 --seq-length 1024"),
     "deepseek_v3": (16, f"{DEEPSEEK} --expert-model-parallel-size 8 --global-batch-size 64", 2048, ""),
 }
 
