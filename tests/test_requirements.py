@@ -1,9 +1,10 @@
 """constraints.txt: its versions fit together, also with the CUDA build of torch that pip finds on PyPI."""
 
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, metadata, requires
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 LINES = (Path(__file__).parent.parent / "constraints.txt").read_text().splitlines()
@@ -33,3 +34,16 @@ def test_pinned_versions_fit_the_cuda_build_of_torch() -> None:
 
 def test_pinned_versions_fit_together() -> None:
     assert {name: unmet for name in PINS if (unmet := refused(required_by(name)))} == {}
+
+
+def test_pinned_versions_install_with_every_python_3_11() -> None:
+    """Debian 12 has 3.11.2, and pip finds no version that a pin allows where that one needs 3.11.5."""
+    assert [name for name in PINS if "3.11.0" not in SpecifierSet(python_of(name))] == []
+
+
+def python_of(name: str) -> str:
+    """The versions of Python that an installed package accepts; all where it is not installed or does not say."""
+    try:
+        return metadata(name).get("Requires-Python", "")
+    except PackageNotFoundError:
+        return ""
