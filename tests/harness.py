@@ -287,7 +287,7 @@ def _run_and_exit(environment: dict[str, str], run: Callable[..., None], *args: 
     """The main function of a process of ranks."""
     os.environ.update(environment)
     gc.freeze()  # the trainer collects garbage at its start; a walk over what the server imported takes 0.2 s
-    gc.set_threshold(20_000)  # with the default collections are 9 % of a law test
+    gc.set_threshold(200_000)  # with the default collections are 12 % of a law test
     run(*args)
     os._exit(0)  # skip the teardown of the interpreter and of gloo, which takes longer than most tests
 

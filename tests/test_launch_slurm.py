@@ -15,7 +15,7 @@ STUBS = {
     # Like srun: a task per node. SIGTERM is an order to kill the tasks at once.
     "srun": """while [[ $1 == -* ]]; do shift; done
 tasks= code=0 id=0
-trap 'kill -KILL $tasks 2>/dev/null; exit 143' TERM
+trap 'exec 2>/dev/null; kill -KILL $tasks; exit 143' TERM
 for node in node7 node8; do
     SLURM_NODEID=$id SLURMD_NODENAME=$node "$@" &
     tasks="$tasks $!" id=1
