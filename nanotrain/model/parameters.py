@@ -50,9 +50,8 @@ def initialize(stage: nn.Module, params: Iterable[LocalParam], *, seed: int) -> 
         params: the parameters to initialize, any subset of the stage's.
         seed: seed of the run.
     """
-    parameters = dict(stage.named_parameters())
     for local in params:
-        spec, target = local.spec, parameters[local.spec.name].data
+        spec, target = local.spec, stage.get_parameter(local.spec.name).data
         if isinstance(spec.init, Constant):
             target.fill_(spec.init.value)
         else:

@@ -139,8 +139,7 @@ def load_weights(model: OpenedCheckpoint, stages: Mapping[int, BuiltStage]) -> N
     """Read this rank's boxes of the parameters, and the expert biases of its routers."""
 
     def fill(params: Sequence[LocalParam], *, module: nn.Module, is_sharded: bool) -> None:
-        named = dict(module.named_parameters())
-        boxes = {local.tensor_box: named[local.spec.name].data for local in params}
+        boxes = {local.tensor_box: module.get_parameter(local.spec.name).data for local in params}
         # files must not be read into the storage of gathered units, which is freed by resizing
         apart = {box: torch.empty_like(target) for box, target in boxes.items()} if is_sharded else boxes
         model.read_params(apart)
