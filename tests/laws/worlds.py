@@ -18,9 +18,11 @@ import torch
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import CheckpointConfig, Config, DataConfig, OptimConfig, TrainConfig
 from nanotrain.config.model import ModelConfig
-from nanotrain.config.schema import ENTRIES, config_from_dict, to_dict
+from nanotrain.config.parallel import ParallelConfig
+from nanotrain.config.schema import KEYS, convert, flatten, with_values
 from nanotrain.data.batch import Sample
 from nanotrain.data.build import DatasetSplits
+from nanotrain.errors import ErrorCollector
 from nanotrain.runs.folder import RunFolder
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.topology.topology import Topology
@@ -105,27 +107,23 @@ def micro_batch_size(num_ranks: int, sizes: Mapping[str, Any], microbatches: int
     return GLOBAL_BATCH // num_data_parallel // microbatches
 
 
+BASE = Config(
+    model=MODEL,
+    data=DataConfig(seq_length=SEQ_LENGTH, num_workers=0, mock_data=True),
+    optim=OptimConfig(lr=LR, lr_warmup_iters=0, clip_grad=0.5),
+    train=TrainConfig(global_batch_size=GLOBAL_BATCH, seed=7),
+    checkpoint=CheckpointConfig(save=False),
+    # The fusion as on GPUs.
+    parallel=ParallelConfig(ddp_bucket_size=BUCKET_SIZE, gradient_accumulation_fusion=True),
+)
+
+
 def config_of(case: Case) -> Config:
     """The configuration of a case; its parallel section must describe the topology that it runs on."""
-    base = Config(
-        model=MODEL,
-        data=DataConfig(seq_length=SEQ_LENGTH, num_workers=0, mock_data=True),
-        optim=OptimConfig(lr=LR, lr_warmup_iters=0, clip_grad=0.5),
-        train=TrainConfig(train_iters=case.steps, global_batch_size=GLOBAL_BATCH, seed=7),
-        checkpoint=CheckpointConfig(save=False),
-    )
-    values = to_dict(base)
-    values["parallel"]["ddp_bucket_size"] = BUCKET_SIZE
-    # As on GPUs.
-    values["parallel"]["gradient_accumulation_fusion"] = True
-    for section, fields in case.overrides.items():
-        for name, value in fields.items():
-            if name in values[section]:  # a nested section, or a field by its own name
-                values[section][name] = value
-            else:
-                _, nested, field_name = ENTRIES[name].key.split(".")
-                values[section][nested][field_name] = value
-    return config_from_dict(values)
+    errors = ErrorCollector()
+    overrides = {key: convert(KEYS[key], value) for key, value in flatten(case.overrides, errors=errors)}
+    errors.raise_errors()
+    return with_values(BASE, {"train.train_iters": case.steps} | overrides)
 
 
 @cache
