@@ -19,18 +19,17 @@ rows that the run lacks are not read.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from nanotrain.checkpoint.manifest import Manifest
-from nanotrain.config.model import ModelConfig
 from nanotrain.config.schema import unnest
 from nanotrain.errors import CheckpointError
 from nanotrain.quantities import count_of
 from nanotrain.spec.boxes import Box, TensorBox
 from nanotrain.spec.parameters import declare_model
+from nanotrain.spec.params import ParamSpec
 from nanotrain.spec.shape import ModelShape
 
 MAX_LISTED = 4
@@ -143,15 +142,13 @@ def _join(lines: Sequence[str]) -> str:
     return "; ".join(lines[:MAX_LISTED]) + more
 
 
-def vocabulary_rows(model_config: ModelConfig) -> dict[str, int]:
-    """The number of tokens by the name of every parameter with one row per token of the padded vocabulary."""
-    shape = ModelShape.of(model_config)
-    longer = declare_model(replace(shape, padded_vocab_size=shape.padded_vocab_size + 1))
-    return {
-        spec.name: shape.vocab_size
-        for spec, other in zip(declare_model(shape), longer, strict=True)
-        if spec.shape != other.shape
-    }
+def vocabulary_rows(shape: ModelShape, specs: Iterable[ParamSpec] | None = None) -> dict[str, int]:
+    """The number of tokens by the name of every parameter with one row per token of the padded vocabulary.
+
+    `specs` are those of the parameters to look at, as of one rank; None: of the whole model.
+    """
+    specs = declare_model(shape) if specs is None else specs
+    return {spec.name: shape.vocab_size for spec in specs if spec.is_embedding_or_output}
 
 
 def fit_padding(

@@ -30,6 +30,7 @@ from nanotrain.log import progress
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.quantities import count_of, describe_bytes, table_lines
 from nanotrain.spec.boxes import Box, TensorBox
+from nanotrain.spec.shape import ModelShape
 
 COUNTERS = {"consumed_tokens": "tokens", "consumed_samples": "samples"}
 
@@ -265,7 +266,7 @@ class _Side:
     def read(cls, path: Path) -> "_Side":
         folder, manifest = find_manifest(path)
         try:
-            return cls(folder, manifest, vocabulary_rows(config_from_dict(manifest.config).model))
+            return cls(folder, manifest, vocabulary_rows(ModelShape.of(config_from_dict(manifest.config).model)))
         except ConfigError:  # of another version, or without a model: all rows are compared
             return cls(folder, manifest, {})
 

@@ -80,7 +80,7 @@ class OpenedCheckpoint:
         }
         for box in targets:
             require_tensor(self.path, self.manifest, name=box.name)
-        fitted = fit_padding(self.manifest, targets, rows=vocabulary_rows(self.config.model))
+        fitted = fit_padding(self.manifest, targets, rows=vocabulary_rows(ModelShape.of(self.config.model)))
         read_chunks(self.path, plan_reads(self.manifest, fitted), targets=fitted)
 
 

@@ -10,6 +10,7 @@ from nanotrain.checkpoint.manifest import Manifest, TensorEntry
 from nanotrain.config.model import ModelConfig
 from nanotrain.errors import CheckpointError
 from nanotrain.spec.boxes import Box, TensorBox
+from nanotrain.spec.shape import ModelShape
 
 SHAPES = {"model/a": (4, 2), "model/b": (3,), "optimizer/exp_avg/a": (4, 2), "optimizer/exp_avg/b": (3,)}
 MANIFEST = Manifest(
@@ -96,7 +97,7 @@ def manifest(rows: int, tokens: int) -> Manifest:
 
 def test_tables_of_the_vocabulary_are_the_embedding_and_a_head_of_its_own() -> None:
     tied, untied = (
-        vocabulary_rows(ModelConfig(vocab_size=100, untie_embeddings_and_output_weights=is_untied))
+        vocabulary_rows(ModelShape.of(ModelConfig(vocab_size=100, untie_embeddings_and_output_weights=is_untied)))
         for is_untied in (False, True)
     )
     assert tied == {"embedding.word.weight": 100}

@@ -8,7 +8,7 @@
 A checkpoint named with --load is never replaced by another.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -67,6 +67,8 @@ def restore(
         DamagedCheckpoint: `start` is damaged, and no other may or can be used.
     """
     config, optimizer = config or model.config, model.optimizer
+    own = (param.spec for stage in model.plan.stages for param in stage.params)
+    current, rows = to_dict(config), vocabulary_rows(model.plan.shape, own)
     weights_alone = config.checkpoint.finetune or not config.checkpoint.load_optim
     targets = optimizer.state_tensors() | parts.tensors()
 
@@ -79,9 +81,7 @@ def restore(
 
     while True:
         try:
-            manifest = checkpointer.restore(
-                start, targets, config=to_dict(config), padded_rows=vocabulary_rows(config.model), choose=choose
-            )
+            manifest = checkpointer.restore(start, targets, config=current, padded_rows=rows, choose=choose)
             state = _load_state(manifest, optimizer, path=start, config=config)
             if not config.checkpoint.finetune:
                 require_same_corpora(model.dataset, manifest.objects.get("corpora", {}))
@@ -94,7 +94,7 @@ def restore(
         log.warning("%s: %s", start, describe_not_finite(manifest.not_finite))
     missing = parts.missing(targets, manifest, weights_alone=weights_alone)
     parts.restored(missing, checkpoint=None if weights_alone else start)
-    _log_changes(manifest.config, to_dict(config))
+    _log_changes(manifest.config, current)
     warn_after_restore(manifest, config.data, path=start)
     log.info("loaded %s: step %d, %d samples consumed", start, state.step, state.consumed_samples)
     model.start_param_gather()
@@ -126,19 +126,22 @@ def load_pretrained(folder: Path, *, model: BuiltModel, parts: StepParts) -> Non
 def warn_after_restore(manifest: Manifest, data: DataConfig, *, path: Path) -> None:
     """Log a warning if a checkpoint and the corpus have different tokenizers, for which the same id is other text."""
     with suppress(NanotrainError, OSError):  # files of another run may be gone, damaged or private, and are not needed
-        opened = OpenedCheckpoint(path, config_from_dict(manifest.config), manifest)
-        _warn_of_other_tokenizer(tokenizer_name(opened), data, path=path)
+        _warn_of_other_tokenizer(
+            lambda: tokenizer_name(OpenedCheckpoint(path, config_from_dict(manifest.config), manifest)),
+            data,
+            path=path,
+        )
 
 
 def warn_after_import(folder: Path, data: DataConfig) -> None:
     """The same for a Hugging Face folder, which may have a tokenizer."""
     if (folder / "tokenizer.json").is_file():
-        _warn_of_other_tokenizer(str(folder), data, path=folder)
+        _warn_of_other_tokenizer(lambda: str(folder), data, path=folder)
 
 
-def _warn_of_other_tokenizer(weights: str | None, data: DataConfig, *, path: Path) -> None:
-    """`weights` is their tokenizer as `load_tokenizer` takes it, None if unknown; `path` is where they are."""
-    if weights is None or uses_quickstart(data) or data.mock_data:
+def _warn_of_other_tokenizer(find: Callable[[], str | None], data: DataConfig, *, path: Path) -> None:
+    """`find` returns the tokenizer of weights as `load_tokenizer` takes it, None if unknown; `path` is theirs."""
+    if uses_quickstart(data) or data.mock_data or (weights := find()) is None:
         return
     prefix = parse_data_path(first_blend(data))[0].prefix
     corpus = recorded_tokenizer(prefix)
