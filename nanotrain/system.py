@@ -28,6 +28,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -233,6 +234,7 @@ def cores_per_rank(num_ranks: int | None = None) -> int:
     return max(1, usable_cores() // (num_ranks or (int(ranks) if ranks.isdecimal() else 1) or 1))
 
 
+@cache
 def core_limit() -> int | None:
     """Cores of the control group (`docker run --cpus`), rounded up; None without a limit."""
     limits = []

@@ -252,6 +252,7 @@ MEMORY = "MemTotal:       9000000 kB\nMemFree:         1000 kB\nMemAvailable:   
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Write files below /, in the test's folder; the machine has 8 cores and 8.192 GB available."""
+    monkeypatch.setattr(system, "core_limit", system.core_limit.__wrapped__)  # that of these files
     monkeypatch.setattr(system, "PROC", tmp_path / "proc")
     monkeypatch.setattr(system, "CONTROL_GROUPS", tmp_path / "sys/fs/cgroup")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
