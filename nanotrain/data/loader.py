@@ -13,7 +13,7 @@ signal reaches the whole process group, but only the trainer may handle it.
 
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from multiprocessing import resource_tracker
@@ -190,7 +190,7 @@ class GlobalBatchLoader(AbstractContextManager["GlobalBatchLoader"]):
         try:
             if context is not None:
                 context.Semaphore()  # raises before torch's iterator is half made, whose end prints a traceback
-            with _interrupts_blocked():
+            with _interrupts_blocked() if num_workers else nullcontext():
                 self._microbatches = iter(loader)
         except OSError as error:  # the semaphores of its queues are files in /dev/shm
             raise LocalFault(
