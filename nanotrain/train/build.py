@@ -314,10 +314,11 @@ def _open_batches(model: BuiltModel, *, state: TrainState) -> GlobalBatchLoader:
 
 def _load_start(model: BuiltModel, parts: StepParts, *, inputs: RunInputs, checkpointer: Checkpointer) -> TrainState:
     """Load the checkpoint or the Hugging Face folder that a run starts from, if any; the counters it starts with."""
-    pretrained = model.config.checkpoint.pretrained_checkpoint
+    start = inputs.checkpoint or model.config.checkpoint.pretrained_checkpoint
+    if start is None:
+        return TrainState()
     with progress("loading weights", is_shown=model.context.control.is_first):
         if inputs.checkpoint is not None:
             return restore(inputs.checkpoint, checkpointer, model=model, parts=parts, may_fall_back=inputs.is_resumed)
-        if pretrained is not None:
-            load_pretrained(Path(pretrained), model=model, parts=parts)
+        load_pretrained(Path(start), model=model, parts=parts)
     return TrainState()
