@@ -1,7 +1,7 @@
 """Laws L3 and L4 over all axes: every topology loads, to the bit, what any other saved, and resumes with its losses."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.schema import to_dict
 from nanotrain.spec.boxes import TensorBox
+from nanotrain.train.resume.restore import restore
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
 from tests.harness import SHORT_NAMES, run_ranks
@@ -118,10 +119,18 @@ def save_step(ctx: ParallelContext, run: Run) -> None:
 def load(
     ctx: ParallelContext, case: Case, folders: dict[str, Path], trained: list[str]
 ) -> list[tuple[State, dict[str, Any], list[float]]]:
-    """The state and the objects that each checkpoint gives, and the loss of a step from those to be trained."""
-    results = []
+    """The state and the objects that each checkpoint gives, and the loss of a step from those to be trained.
+
+    The others are loaded into the run that is there.
+    """
+    results, run = [], build_here(ctx, case)
     for name, folder in folders.items():
-        run = build_here(ctx, case, checkpoint=folder / SAVED, folder=folder)
+        run.wait_for_params()
+        if name in trained:
+            run = build_here(ctx, case, checkpoint=folder / SAVED, folder=folder)
+        else:
+            loaded = restore(folder / SAVED, run.checkpointer, model=run, parts=run.parts, may_fall_back=False)
+            run = replace(run, state=loaded)
         results.append((state_of(run), objects_of(run), train(run, 1 if name in trained else 0)))
     return results
 
