@@ -55,9 +55,7 @@ def _single_rank(fields: str) -> list[Outcome]:
     return run_ranks(1, train_here, case, shares=True)
 
 
-def assert_alike(
-    outcomes: list[Outcome], reference: list[Outcome], *, row: str, lr: float, num_padded: int = 0
-) -> None:
+def assert_alike(outcomes: list[Outcome], reference: list[Outcome], *, row: str, lr: float, **batch: int) -> None:
     """Assert the losses, gradient norms and weights of one rank, with bit-equal replicas.
 
     Args:
@@ -65,7 +63,7 @@ def assert_alike(
         reference: of one rank.
         row: what is compared, for messages.
         lr: learning rate.
-        num_padded: samples of a global batch, over all ranks, that are padding.
+        batch: arguments of `assert_read_once`.
     """
     (single,) = reference
     for rank, outcome in enumerate(outcomes):
@@ -80,13 +78,16 @@ def assert_alike(
     off = {name: (weights[name] - weight).abs().max().item() for name, weight in expected.items()}
     worst = max(off, key=lambda name: off[name] if off[name] == off[name] else float("inf"))
     assert off[worst] <= WEIGHT_TOLERANCE_OF_LR * lr, f"{row}: {worst} is off by {off[worst]:.1e}"
-    assert_read_once(outcomes, row=row, num_padded=num_padded)
+    assert_read_once(outcomes, row=row, **batch)
 
 
-def assert_read_once(outcomes: list[Outcome], *, row: str, num_padded: int = 0) -> None:
+def assert_read_once(
+    outcomes: list[Outcome], *, row: str, global_batch: int = GLOBAL_BATCH, num_padded: int = 0
+) -> None:
     """Assert that the data-parallel ranks together read every sample of every global batch exactly once.
 
-    Padding reads the first sample of its global batch again. A stage of layers alone may read none.
+    `num_padded` samples of a global batch, over all ranks, are padding, which reads its first sample again. A stage of
+    layers alone may read none.
     """
     by_dp = {outcome.dp: outcome.reads for outcome in outcomes if outcome.reads}
     for outcome in outcomes:
@@ -94,6 +95,6 @@ def assert_read_once(outcomes: list[Outcome], *, row: str, num_padded: int = 0) 
         is_same = outcome.reads == by_dp[outcome.dp] or (not outcome.reads and may_read_none)
         assert is_same, f"{row}: replicas read different samples"
     read = sorted(number for reads in by_dp.values() for number in reads)
-    num_samples = GLOBAL_BATCH * len(outcomes[0].losses)
-    padding = [first for first in range(0, num_samples, GLOBAL_BATCH) for _ in range(num_padded)]
+    num_samples = global_batch * len(outcomes[0].losses)
+    padding = [first for first in range(0, num_samples, global_batch) for _ in range(num_padded)]
     assert read == sorted([*range(num_samples), *padding]), f"{row}: samples were read twice or skipped"

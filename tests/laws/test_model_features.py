@@ -17,6 +17,7 @@ import torch
 from nanotrain.checkpoint.read import read_global_tensors
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.train.plans.traffic import sent_bytes
+from nanotrain.train.resume.rollback import roll_back
 from nanotrain.train.run import Run
 from nanotrain.train.step import StepOutput
 from tests.harness import SHORT_NAMES, run_ranks
@@ -132,7 +133,7 @@ def stages(layout: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks, sharding strategy and sizes of axes, options; `models` are trained in it."""
+    """Ranks, sharding strategy and sizes of axes, options; `models` are trained in it, on few samples."""
 
     num_ranks: int
     sizes: dict[str, Any]
@@ -140,10 +141,13 @@ class Layout:
     recompute: str = "full"
     num_microbatches: int = 2
     models: tuple[str, ...] = tuple(FEATURES)
+    global_batch: int = 6
 
     def case(self, model: str) -> Case:
         parallel = {SHORT_NAMES[name]: size for name, size in self.sizes.items()} | self.options
-        train = {"micro_batch_size": micro_batch_size(self.num_ranks, self.sizes, self.num_microbatches)}
+        batch = self.global_batch
+        micro_batch = micro_batch_size(self.num_ranks, self.sizes, self.num_microbatches, global_batch=batch)
+        train = {"micro_batch_size": micro_batch, "global_batch_size": batch}
         return Case(STEPS).but(train=train, optim=OPTIM, parallel=parallel, model=MODELS.get(model, {}))
 
     def recomputed(self, model: str) -> Case:
@@ -168,7 +172,7 @@ LAYOUTS = [
     Layout(2, {"strategy": "optim", "cp": 2}, {}, "modules", 1),
     Layout(2, {"strategy": "optim_grads", "tp": 2}, {}, "outputs", 1),
     Layout(2, {"strategy": "no_shard", "pp": 2}, ZB, num_microbatches=3),
-    Layout(2, ZERO3, {}),
+    Layout(2, ZERO3, {}, num_microbatches=3),
     Layout(2, {"strategy": "optim", "pp": 2}, VPP | stages("E|tt|tt|m*2L"), "full", 3, MIXED),
     Layout(2, ZERO3 | {"pp": 2}, stages("Ettt|tm*2L"), "groups", 3, MIXED),
     Layout(2, {"strategy": "optim_grads", "pp": 2}, ZB | stages("Et|tttL"), "full", 3, MIXED),
@@ -213,8 +217,8 @@ def train_model(ctx: ParallelContext, layout: Layout, name: str, *, own: Path, o
     assert numbers_of(train_steps(resumed, 1)) == numbers_of(results[1:]), f"{name}: resumed, recomputed, overlapped"
     assert_same_bits(state_of(resumed), state_of(run), f"{name}: after the step after the resume")
 
-    there = build_here(ctx, layout.case(name), checkpoint=other / SAVED, folder=own)
-    return Trained(initial, saved, outcome, state_of(there))
+    roll_back(resumed, other / SAVED)
+    return Trained(initial, saved, outcome, loaded=state_of(resumed))
 
 
 def assert_same_bits(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tensor], what: str) -> None:
@@ -312,7 +316,8 @@ def assert_equal_to_one_rank(by_rank: list[dict[str, Trained]], single: dict[str
     """L1, L2 and the first half of L4."""
     for name in layout.models:
         row, ranks, expected = f"{name} {layout.sizes} {layout.options}", [each[name] for each in by_rank], single[name]
-        assert_alike([rank.outcome for rank in ranks], [expected.outcome], row=row, lr=OPTIM["lr"])
+        outcomes = [rank.outcome for rank in ranks]
+        assert_alike(outcomes, [expected.outcome], row=row, lr=OPTIM["lr"], global_batch=layout.global_batch)
         initial = [replace(rank.outcome, weights=rank.initial) for rank in ranks]
         assert_same_named(assemble(initial), assemble([replace(expected.outcome, weights=expected.initial)]), row)
         loaded = global_tensors(rank.loaded for rank in ranks)

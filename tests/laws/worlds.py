@@ -100,11 +100,13 @@ class Outcome:
     mtp_losses: list[list[float]]
 
 
-def micro_batch_size(num_ranks: int, sizes: Mapping[str, Any], microbatches: int = 3) -> int:
+def micro_batch_size(
+    num_ranks: int, sizes: Mapping[str, Any], microbatches: int = 3, *, global_batch: int = GLOBAL_BATCH
+) -> int:
     """Of so many microbatches on each rank; `sizes` are those of the axes by short name."""
     num_data_parallel = num_ranks // math.prod(sizes.get(axis, 1) for axis in ("tp", "pp", "cp"))
-    assert GLOBAL_BATCH % (num_data_parallel * microbatches) == 0, (num_ranks, sizes, microbatches)
-    return GLOBAL_BATCH // num_data_parallel // microbatches
+    assert global_batch % (num_data_parallel * microbatches) == 0, (num_ranks, sizes, microbatches)
+    return global_batch // num_data_parallel // microbatches
 
 
 BASE = Config(
