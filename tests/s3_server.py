@@ -11,16 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("s3fs")
-pytest.importorskip("moto")
-pytest.importorskip("flask_cors")
-
-from moto.server import DomainDispatcherApplication, create_backend_app
-from werkzeug.serving import make_server
 
 from nanotrain.storage import remote
 
@@ -40,7 +36,11 @@ class S3Server:
     """The server, on a thread of this process."""
 
     def __init__(self) -> None:
-        self._app = DomainDispatcherApplication(create_backend_app)
+        pytest.importorskip("flask_cors")
+        # here, because the ranks of tests import this module too
+        from werkzeug.serving import make_server
+
+        self._app = pytest.importorskip("moto.server").create_backend_app("s3")
         self.fault: Callable[[Request], str | None] = lambda request: None
         self.requests: list[Request] = []
         self._http = make_server("127.0.0.1", 0, self._answer, threaded=True)
@@ -105,20 +105,17 @@ def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)  # the client's own, with pauses of seconds
 
 
-_server: list[S3Server] = []
-
-
+@cache
 def server() -> S3Server:
     """The server of this session, with its address and credentials in the environment."""
-    if not _server:
-        _server.append(S3Server())
+    started = S3Server()
     os.environ.update(
-        AWS_ENDPOINT_URL=_server[0].url,
+        AWS_ENDPOINT_URL=started.url,
         AWS_ACCESS_KEY_ID="test-key",
         AWS_SECRET_ACCESS_KEY="test-secret",
         AWS_DEFAULT_REGION="us-east-1",
     )
-    return _server[0]
+    return started
 
 
 def make_bucket(name: str) -> str:
