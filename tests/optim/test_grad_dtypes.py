@@ -18,7 +18,7 @@ from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, Reduc
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.loss_scale import LossScale
 from tests.harness import run_ranks
-from tests.parallel.dp.toys import BUCKET_SIZE, Toy, backward, groups_of, local_params
+from tests.parallel.dp.toys import BUCKET_SIZE, SHAPES, Toy, backward, groups_of, local_params
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 State = dict[str, Tensor]
@@ -35,7 +35,7 @@ def train(ctx: ParallelContext, strategy: str, *, precision: Precision, outer: b
     """Gradients, main params and moments, and weights of this rank after two steps of three microbatches."""
     groups = groups_of(ctx, strategy)
     groups = ReduceGroups(groups.shard, groups.replicate, shards_across=outer)
-    stage = Toy(dtype=precision.params)
+    stage = Toy(dtype=precision.params, shapes=SHAPES[:4])
     rules = LayoutRules(groups.shard.size, groups.replicate.size if outer else 1, BUCKET_SIZE)
     parallel = DataParallel(
         stage,

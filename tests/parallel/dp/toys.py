@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,12 @@ class Toy(nn.Module):
 
 def pattern_of(weight: Tensor) -> Tensor:
     """Small integers, another row of them for every shape, so that sums are exact and a shifted element shows."""
-    return ((torch.arange(weight.numel()) + weight.numel()) % 11 + 1).float().view(weight.shape)
+    return _row_of(weight.numel()).view(weight.shape)
+
+
+@cache
+def _row_of(numel: int) -> Tensor:
+    return ((torch.arange(numel) + numel) % 11 + 1).float()
 
 
 def local_params(stage: nn.Module, *, tied: Sequence[str] = ()) -> list[LocalParam]:
