@@ -16,7 +16,7 @@ from tests.laws.test_every_axis import BIASED, OPTIM, SP
 from tests.laws.worlds import Case, Outcome, train_here
 
 OVERLAP = {"overlap_moe_expert_parallel_comm": True}
-MODEL = BIASED | {"hidden_dropout": 0.1, "num_layers": 4, "moe_layer_freq": "[1]*4", "mtp_num_layers": 1}
+MODEL = BIASED | {"hidden_dropout": 0.1, "mtp_num_layers": 1}
 FULL, SOME = {"recompute_granularity": "full"}, {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
 # name -> ranks, sizes, options, fields of the memory section
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -58,11 +58,12 @@ def recorded_finish(trip: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_turns_change_no_bit_and_hide_transfers_in_one_order_on_all_ranks(name: str) -> None:
     ranks, sizes, options, memory = LAYOUTS[name]
+    num_layers = 2 * sizes.get("pp", 1)
     case = Case(2).but(
-        train={"micro_batch_size": 1, "global_batch_size": 8},
+        train={"micro_batch_size": 1, "global_batch_size": 4 if "tp" in sizes else 8},
         optim=OPTIM,
         parallel={SHORT_NAMES[key]: value for key, value in sizes.items()} | options,
-        model=MODEL,
+        model=MODEL | {"num_layers": num_layers, "moe_layer_freq": f"[1]*{num_layers}"},
         memory=memory,
     )
     results = run_ranks(ranks, train_both, case, **sizes)
