@@ -4,7 +4,7 @@ import gc
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -109,12 +109,16 @@ def _documents(config: Config, batch_size: int) -> Tensor | None:
     return torch.searchsorted(borders, torch.arange(length).expand(batch_size, -1).contiguous(), right=True)
 
 
-def microbatch(ctx: ParallelContext, words: str) -> Microbatch:
-    """The first stage of a run with random weights, and one microbatch."""
+@cache
+def config_of(words: str) -> Config:
+    """The configuration of a command line, of which mock data has no documents."""
     words = words if "--vocab-size" in words else f"{words} --vocab-size 512"
     config = load(f"--mock-data {words.replace(DOCUMENTS, '')}".split()).config
-    if DOCUMENTS in words:  # mock data has none
-        config = with_values(config, {"data.reset_attention_mask": True})
+    return with_values(config, {"data.reset_attention_mask": DOCUMENTS in words})
+
+
+def microbatch(ctx: ParallelContext, config: Config) -> Microbatch:
+    """The first stage of a run with random weights, and one microbatch."""
     plan = plan_run(config, ctx.topology.world_size, rank=ctx.rank)
     stage = build_stages(plan, ctx)[0].module
     transform = partial(transform_blocks, config=config, recompute=stage.parallel.recompute)
@@ -142,9 +146,9 @@ def microbatch(ctx: ParallelContext, words: str) -> Microbatch:
     return Microbatch(plan, stage, hidden, layer_context)
 
 
-def kept_and_planned(ctx: ParallelContext, words: str) -> tuple[int, int]:
+def kept_and_planned(ctx: ParallelContext, config: Config) -> tuple[int, int]:
     """Bytes that a block keeps of a microbatch: counted, and by the formula."""
-    case = microbatch(ctx, words)
+    case = microbatch(ctx, config)
     rotary = case.context.rotary[0]
     shared = [] if rotary is None else [rotary.cos, rotary.sin]
     saved = SavedTensors([*case.stage.parameters(), *shared])
@@ -154,9 +158,9 @@ def kept_and_planned(ctx: ParallelContext, words: str) -> tuple[int, int]:
     return saved.num_bytes, Activations(case.plan, "cpu").block(0)
 
 
-def live_and_planned(ctx: ParallelContext, words: str) -> tuple[int, int]:
+def live_and_planned(ctx: ParallelContext, config: Config) -> tuple[int, int]:
     """Bytes that the blocks of a stage keep of a microbatch, recomputation included: live, and by the formula."""
-    case = microbatch(ctx, words)
+    case = microbatch(ctx, config)
 
     def forward() -> Tensor:
         hidden = case.hidden + 0
@@ -178,9 +182,9 @@ def live_and_planned(ctx: ParallelContext, words: str) -> tuple[int, int]:
     return num_bytes, kept.stage(spec).kept - kept.head()
 
 
-def stage_kept_and_planned(ctx: ParallelContext, words: str) -> tuple[int, int]:
+def stage_kept_and_planned(ctx: ParallelContext, config: Config) -> tuple[int, int]:
     """Bytes that a stage with both ends of the model keeps of a microbatch: counted, and by the formula."""
-    case = microbatch(ctx, words)
+    case = microbatch(ctx, config)
     tokens = torch.zeros(case.hidden.shape[:2], dtype=torch.int64)
     depth = len(case.stage.mtp_layers)
     batch = Batch(tokens, tokens, torch.ones(tokens.shape)).with_mtp(depth)
@@ -191,9 +195,9 @@ def stage_kept_and_planned(ctx: ParallelContext, words: str) -> tuple[int, int]:
     return saved.num_bytes, Activations(case.plan, "cpu").stage(case.plan.stages[0].spec).kept
 
 
-def peak_and_planned(ctx: ParallelContext, words: str) -> tuple[int, int]:
+def peak_and_planned(ctx: ParallelContext, config: Config) -> tuple[int, int]:
     """Peak bytes of a forward and backward of a stage with both ends: counted, and as planned without the process."""
-    case = microbatch(ctx, words)
+    case = microbatch(ctx, config)
     tokens = torch.zeros(case.hidden.shape[:2], dtype=torch.int64)
     batch = Batch(tokens, tokens, torch.ones(tokens.shape))
     for param in case.stage.parameters():

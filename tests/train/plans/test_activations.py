@@ -1,16 +1,26 @@
 """The bytes of a block in closed form, against those that autograd saves, in one and in several ranks."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
 
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import Config
 from nanotrain.config.load import load
 from nanotrain.config.schema import with_values
 from nanotrain.train.plans.activations import Activations
 from nanotrain.train.plans.plan import plan_run
-from tests.harness import run_ranks
-from tests.train.saved_tensors import kept_and_planned, live_and_planned, peak_and_planned, stage_kept_and_planned
+from tests.harness import parallel_config, run_ranks
+from tests.train.saved_tensors import (
+    config_of,
+    kept_and_planned,
+    live_and_planned,
+    peak_and_planned,
+    stage_kept_and_planned,
+)
+
+Measure = Callable[[ParallelContext, Config], tuple[int, int]]
 
 TOLERANCE, CP_TOLERANCE = 0.03, 0.1
 SIZES = "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2"
@@ -74,7 +84,7 @@ LAYOUTS = {
     "cp2 allgather": {"cp": 2, "cp_comm_type": "allgather"},
     "cp2 a2a": {"cp": 2, "cp_comm_type": "a2a"},
     "ep2": {"ep": 2},
-    "ep2 padded": {"ep": 2},
+    "ep2 padded": {"ep": 2, "moe_expert_rank_capacity_factor": 1.7},
 }
 
 
@@ -100,40 +110,32 @@ RECOMPUTED = [
 ]
 
 
-def words_of(layout: str) -> str:
-    words = "--tensor-model-parallel-size 2" if layout.startswith("tp2") else ""
-    words += " --sequence-parallel" if layout.endswith("sp") else ""
-    words += f" --context-parallel-size 2 --cp-comm-type {layout.split()[1]}" if layout.startswith("cp2") else ""
-    words += " --expert-model-parallel-size 2" if layout.startswith("ep2") else ""
-    return words + (" --moe-expert-rank-capacity-factor 1.7" if layout == "ep2 padded" else "")
+def configs_of(words_of: Mapping[str, str], layout: str) -> dict[str, Config]:
+    """Configurations in a layout, by name."""
+    parallel = parallel_config(**LAYOUTS[layout])
+    return {name: replace(config_of(words), parallel=parallel) for name, words in words_of.items()}
 
 
-def kept(ctx: ParallelContext, layout: str) -> dict[str, tuple[int, int]]:
-    """Counted and planned bytes of a block by model and dtype."""
-    return {
-        f"{name} {dtype}": kept_and_planned(ctx, f"{SIZES} {words} {words_of(layout)} {dtype}")
+def measured(ctx: ParallelContext, measure: Measure, configs: dict[str, Config]) -> dict[str, tuple[int, int]]:
+    """Counted and planned bytes by name."""
+    return {name: measure(ctx, config) for name, config in configs.items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_block_bytes_are_those_that_autograd_saves(layout):
+    words_of = {
+        f"{name} {dtype}": f"{SIZES} {words} {dtype}"
         for name, words in MODELS.items()
         for dtype in ("", "--bf16")
         if ("ep2" not in layout or "experts" in words) and (layout != "cp2 p2p" or "unfused" not in words)
         if not (layout in ("cp2 p2p", "cp2 a2a") and "dsa" in words)
     }
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_block_bytes_are_those_that_autograd_saves(layout):
-    num_ranks = 1 if layout == "1 rank" else 2
-    results = run_ranks(num_ranks, kept, layout, **LAYOUTS[layout])
+    num_ranks, configs = 1 if layout == "1 rank" else 2, configs_of(words_of, layout)
+    results = run_ranks(num_ranks, measured, kept_and_planned, configs, **LAYOUTS[layout])
     tolerance = CP_TOLERANCE if layout.startswith("cp2") else TOLERANCE
     for name in results[0]:  # ranks may differ: in the tokens of their experts
         counted, planned = (sum(result[name][i] for result in results) for i in (0, 1))
         assert planned == pytest.approx(counted, rel=tolerance), name
-
-
-def peaks(ctx: ParallelContext, cases: list[tuple[str, str, str]]) -> list[tuple[int, int]]:
-    """Counted and planned bytes of models, dtypes and further flags."""
-    sizes = SIZES.replace("--num-layers 1", "--num-layers 2").replace("--seq-length 128", "--seq-length 256")
-    sizes += " --untie-embeddings-and-output-weights --ffn-hidden-size 192"
-    return [peak_and_planned(ctx, f"{sizes} {MODELS[name]} {dtype} {words}") for name, dtype, words in cases]
 
 
 def test_the_peak_of_forward_and_backward_is_planned():
@@ -141,29 +143,21 @@ def test_the_peak_of_forward_and_backward_is_planned():
     logits = [(name, dtype, "--vocab-size 2048") for name in ("gpt2", "llama", "shared") for dtype in ("", "--bf16")]
     capped = [("gemma", dtype, "--vocab-size 2048 --final-logit-softcapping 30") for dtype in ("", "--bf16")]
     blocks = [(name, "", "--vocab-size 64") for name in ("gpt2", "llama", "mla", "moe")]
-    cases = logits + capped + blocks
-    (results,) = run_ranks(1, peaks, cases)
-    for case, (counted, planned) in zip(cases, results, strict=True):
+    sizes = SIZES.replace("--num-layers 1", "--num-layers 2").replace("--seq-length 128", "--seq-length 256")
+    sizes += " --untie-embeddings-and-output-weights --ffn-hidden-size 192"
+    words_of = {case: f"{sizes} {MODELS[case[0]]} {' '.join(case[1:])}" for case in logits + capped + blocks}
+    (results,) = run_ranks(1, measured, peak_and_planned, configs_of(words_of, "1 rank"), shares=True)
+    for case, (counted, planned) in results.items():
         assert counted <= planned <= (1.2 if case in blocks else 1.05) * counted, case
-
-
-def kept_with_recomputation(ctx: ParallelContext, layout: str) -> dict[str, tuple[int, int]]:
-    """Live and planned bytes of four blocks."""
-    sizes = SIZES.replace("--num-layers 1", "--num-layers 4")
-    rows = RECOMPUTED if layout == "1 rank" else RECOMPUTED[: len(RECOMPUTED) // 2]
-    return {
-        f"{model} {dtype} {setting}": live_and_planned(
-            ctx, f"{sizes} {MODELS[model]} {words_of(layout)} {dtype} {setting}"
-        )
-        for model, dtype, setting in rows
-    }
 
 
 @pytest.mark.parametrize("layout", ["1 rank", "tp2 sp"])
 def test_planned_bytes_with_recomputation_are_those_that_stay_allocated(layout):
-    results = run_ranks(
-        1 if layout == "1 rank" else 2, kept_with_recomputation, layout, threads=False, **LAYOUTS[layout]
-    )
+    sizes = SIZES.replace("--num-layers 1", "--num-layers 4")
+    rows = RECOMPUTED if layout == "1 rank" else RECOMPUTED[: len(RECOMPUTED) // 2]
+    words_of = {" ".join(row): f"{sizes} {MODELS[row[0]]} {row[1]} {row[2]}" for row in rows}
+    num_ranks, configs = 1 if layout == "1 rank" else 2, configs_of(words_of, layout)
+    results = run_ranks(num_ranks, measured, live_and_planned, configs, threads=False, **LAYOUTS[layout])
     for name in results[0]:
         counted, planned = (sum(result[name][i] for result in results) for i in (0, 1))
         assert planned == pytest.approx(counted, rel=TOLERANCE), name
@@ -210,8 +204,8 @@ def test_a_stage_without_layers_keeps_no_blocks(words: str) -> None:
 def test_a_layer_of_multi_token_prediction_keeps_what_is_planned():
     for dtype in ("", "--bf16"):
         without_mtp, with_mtp = (
-            run_ranks(1, stage_kept_and_planned, f"{SIZES} {LLAMA} {dtype} --mtp-num-layers {number}")[0]
-            for number in (0, 2)
+            run_ranks(1, stage_kept_and_planned, config_of(words), shares=True)[0]
+            for words in (f"{SIZES} {LLAMA} {dtype} --mtp-num-layers {number}" for number in (0, 2))
         )
         counted, planned = (after - before for before, after in zip(without_mtp, with_mtp, strict=True))
         assert planned == pytest.approx(counted, rel=TOLERANCE), dtype
