@@ -80,7 +80,7 @@ def test_resident_and_sent_bytes_are_planned_and_the_closed_form(strategy: str, 
         train={"micro_batch_size": 1, "global_batch_size": microbatches * d},
         parallel={"data_parallel_sharding_strategy": strategy},
         precision={"params_dtype": dtype},
-        model={"untie_embeddings_and_output_weights": True},
+        model=ONE_LAYER,
     )
     for measured in run_ranks(d, measure, case, strategy=strategy, shares=True):
         elements = measured["elements"]

@@ -14,7 +14,7 @@ from tests.laws.worlds import GLOBAL_BATCH, LR, Case, Outcome, train_cases, trai
 
 # data-parallel ranks -> micro batch sizes for one and for three microbatches per step
 LAYOUTS = {1: (12, 4), 2: (6, 2), 3: (4, 2), 4: (3, 1)}
-STEPS = 3
+STEPS = 2
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 

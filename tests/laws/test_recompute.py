@@ -60,7 +60,7 @@ def test_recomputation_changes_no_bit(
 ) -> None:
     fp8 = {"fp8_format": "hybrid"} if dtype == "fp8" else {}
     plain = Case(2).but(
-        train={"micro_batch_size": micro_batch_size(num_ranks, sizes, microbatches=2)},
+        train={"micro_batch_size": micro_batch_size(num_ranks, sizes, 2, global_batch=4), "global_batch_size": 4},
         model={"num_layers": 4}
         | (MODELS | {"deepseek": DEEPSEEK | {"mtp_num_layers": 1}})[model]
         | DROPOUT.get(model, {}),

@@ -34,7 +34,7 @@ from tests.laws.command_line import (
 )
 from tests.laws.megatron_file import write_tokens
 
-TEN = "--train-iters 10 --micro-batch-size 2"
+TEN = "--train-iters 10 --micro-batch-size 6"
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 # Every strategy with main params of their own, the fewest and the most sharded without, and with a loss scale.
 PRECISIONS = [
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.mark.parametrize(("strategy", "dtype"), PRECISIONS)
 def test_three_and_three_steps_are_six(tmp_path: Path, strategy: str, dtype: str) -> None:
-    how = f"--train-iters 6 --micro-batch-size 3 --params-dtype {dtype} --data-parallel-sharding-strategy {strategy}"
+    how = f"--train-iters 6 --micro-batch-size 6 --params-dtype {dtype} --data-parallel-sharding-strategy {strategy}"
     how += " --overlap-grad-reduce --ema-decay 0.8"
     if dtype == "fp16":  # overflows and a growing scale before and after the stop
         how += " --initial-loss-scale 2097152 --hysteresis 1 --loss-scale-window 2"
@@ -85,7 +85,7 @@ def test_a_killed_run_repeats_the_steps_after_its_last_checkpoint(tmp_path: Path
 
 LAYOUTS = {  # ranks and arguments of the last two of six steps
     "one rank": (1, ""),
-    "three ranks": (3, ""),
+    "three ranks": (3, "--micro-batch-size 2"),
     "four ranks, another micro batch": (4, "--micro-batch-size 1"),
     "no_shard": (2, "--data-parallel-sharding-strategy no_shard"),
     "optim_grads": (2, "--data-parallel-sharding-strategy optim_grads"),
@@ -127,7 +127,7 @@ def test_a_run_from_hugging_face_weights_resumes(tmp_path: Path) -> None:
     LlamaForCausalLM(LlamaConfig(**shape, **heads)).save_pretrained(tmp_path / "llama")
     write_tokens(tmp_path / "tokens", np.random.default_rng(0).integers(0, 500, 7000).astype(np.uint16))
     line = f"""+config=tiny --pretrained-checkpoint {tmp_path / "llama"} --data-path {tmp_path / "tokens"}
-        --split 1,0,0 data.shuffle=false --seq-length 64 --micro-batch-size 2 --global-batch-size 8 --train-iters 3
+        --split 1,0,0 data.shuffle=false --seq-length 64 --micro-batch-size 4 --global-batch-size 8 --train-iters 3
         --lr 1e-2 --lr-decay-style constant --lr-warmup-iters 0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95
         --clip-grad 0.5 --eval-interval 0 --save-interval 3 --seed 1 precision.params_dtype=fp32
         --data-parallel-sharding-strategy optim_grads train.run_dir={tmp_path / "out"}"""
@@ -147,7 +147,7 @@ def test_a_run_from_hugging_face_weights_resumes(tmp_path: Path) -> None:
 def test_a_signal_ends_the_run_after_its_step(tmp_path: Path, by_scheduler: bool) -> None:
     full, stopped = tmp_path / "full", tmp_path / "stopped"
     how = "--bf16 --data-parallel-sharding-strategy optim --overlap-grad-reduce --overlap-param-gather --num-workers 1"
-    endless = f"--train-iters 100000 --micro-batch-size 2 --lr-decay-style constant --save-interval 100000 {how}"
+    endless = f"--train-iters 100000 --micro-batch-size 6 --lr-decay-style constant --save-interval 100000 {how}"
     if by_scheduler:  # torchrun forwards the SIGTERM to its ranks and exits with 1
         logs = tmp_path / "logs"
         torchrun = forkserver().Process(target=train_under_torchrun, args=(arguments(stopped, endless), logs))
