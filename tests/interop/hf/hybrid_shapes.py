@@ -9,6 +9,7 @@ NEMOTRON_H = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "ssm_state_size": 6,
+    "chunk_size": 32,
     "mamba_num_heads": 8,
     "mamba_head_dim": 8,
     "n_groups": 4,
@@ -26,6 +27,7 @@ NEMOTRON_H = {
 
 GRANITE = {
     "mamba_n_heads": 8,
+    "mamba_chunk_size": 32,
     "mamba_n_groups": 2,
     "mamba_d_state": 6,
     "shared_intermediate_size": 40,
@@ -38,6 +40,7 @@ GRANITE = {
 FALCON_H1 = {
     "mamba_d_ssm": 48,
     "mamba_n_heads": 6,
+    "mamba_chunk_size": 32,
     "mamba_n_groups": 2,
     "mamba_d_state": 6,
     "embedding_multiplier": 5.0,
