@@ -10,6 +10,7 @@ check_choice       refuse a name that a table does not hold
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, fields, replace
+from functools import cache
 from typing import Any
 
 from nanotrain.config.config import Config
@@ -102,12 +103,14 @@ def build_section(kind: Any, converted: Mapping[str, Any], *, path: str = "") ->
 
 def without_absent(config: Any) -> Any:
     """The configuration (or section) with None for every section whose switch is off."""
-    inner = {}
+    inner: dict[str, Any] = {}
     for field in fields(config):
         section = getattr(config, field.name)
         if "section" in field.metadata and section is not None:
-            inner[field.name] = None if _is_off(config, field) else without_absent(section)
-    return replace(config, **inner)
+            kept = None if _is_off(config, field) else without_absent(section)
+            if kept is not section:
+                inner[field.name] = kept
+    return replace(config, **inner) if inner else config
 
 
 def _is_off(section: Any, field: Field[Any]) -> bool:
@@ -185,13 +188,19 @@ def _inner(config: Any, name: str) -> Any:
 def flat_values(config: Any, *, path: str = "") -> dict[str, Any]:
     """The values of a configuration (or section) by key; of absent sections the defaults."""
     values: dict[str, Any] = {}
-    for field in fields(config):
-        key = f"{path}{field.name}"
-        if "section" in field.metadata:
-            values |= flat_values(_inner(config, field.name), path=f"{key}.")
+    for name, section in _names(config.__class__):
+        value = getattr(config, name)
+        if section is None:
+            values[f"{path}{name}"] = value
         else:
-            values[key] = getattr(config, field.name)
+            values |= flat_values(section() if value is None else value, path=f"{path}{name}.")
     return values
+
+
+@cache
+def _names(kind: type) -> tuple[tuple[str, type | None], ...]:
+    """The names of a section's fields, with the class of those that are sections."""
+    return tuple((field.name, field.metadata.get("section")) for field in fields(kind))
 
 
 def with_values(config: Any, values: Mapping[str, Any]) -> Any:
