@@ -170,8 +170,10 @@ def family_of(model_config: ModelConfig, *, name: str | None = None) -> str:
     """
     families = FAMILIES if name is None else {name: _family(name)}
     lost: dict[str, list[str]] = {}
+    free = {*free_keys(model_config)} - {"init_method_std"}
+    values = {key: value for key, value in flat_values(canonical(model_config)).items() if key not in free}
     for candidate, family in families.items():
-        lost[candidate] = _lost_fields(model_config, family)
+        lost[candidate] = _lost_fields(model_config, family, values=values)
         if not lost[candidate]:
             return candidate
     reasons = "; ".join(f"{candidate} cannot represent {', '.join(missing)}" for candidate, missing in lost.items())
@@ -228,16 +230,16 @@ def check_against(from_hf: ModelConfig, configured: ModelConfig, *, explicit: fr
     return with_values(from_hf, {key: value_of(configured, key) for key in free})
 
 
-def _lost_fields(model_config: ModelConfig, family: Family) -> list[str]:
+def _lost_fields(model_config: ModelConfig, family: Family, *, values: Mapping[str, Any]) -> list[str]:
+    """What a family cannot represent; `values` are those of the canonical model that depend on the weights."""
     if "moe.num_experts" in family.entries.values() and not value_of(model_config, "moe.num_experts"):
         return ["a model without experts"]
     try:
         back = with_values(ModelConfig(), family.read(family.write(model_config)))
     except HuggingFaceError as error:
         return [error.what]
-    free = {key: value_of(back, key) for key in free_keys(model_config) if key != "init_method_std"}
-    ours, theirs = flat_values(canonical(with_values(model_config, free))), flat_values(canonical(back))
-    return [key for key, value in ours.items() if value != theirs[key]]
+    theirs = flat_values(canonical(back))
+    return [key for key, value in values.items() if value != theirs[key]]
 
 
 def _family(name: str) -> Family:
