@@ -68,4 +68,4 @@ def test_megatron_core_computes_our_logits(tmp_path: Path) -> None:
         export_megatron(tmp_path / name, tmp_path / name / "megatron")
     for name, logits in run_ranks(1, logits_of_megatron, tmp_path)[0].items():
         expected = load_stage(open_checkpoint(tmp_path / name)).logits(torch.arange(12).reshape(1, 12))
-        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5, msg=name)

@@ -19,11 +19,17 @@ from tests.interop.hf.reference import CONFIGS, IN_FP64, biases_of, load, refere
 from tests.model.building import random_batch
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in IN_FP64])
-def test_logits_and_every_gradient_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    theirs, batch = reference(name), random_batch(length=40)
-    theirs.save_pretrained(tmp_path)
-    ours = load(tmp_path)
+@pytest.fixture(scope="module")
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Stage]:
+    """The model of a name, by transformers and by us from its files."""
+    theirs, folder = reference(request.param), tmp_path_factory.mktemp("in")
+    theirs.save_pretrained(folder)
+    return theirs, load(folder)
+
+
+@pytest.mark.parametrize("models", [name for name in CONFIGS if name not in IN_FP64], indirect=True)
+def test_logits_and_every_gradient_are_those_of_transformers(models: tuple[torch.nn.Module, Stage]) -> None:
+    (theirs, ours), batch = models, random_batch(length=40)
 
     logits = theirs(batch.tokens).logits
     torch.testing.assert_close(ours.logits(batch.tokens), logits, rtol=0, atol=1e-5)
@@ -94,27 +100,25 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_import_then_export_is_the_identity_to_the_bit(name: str, tmp_path: Path) -> None:
-    theirs = reference(name)
-    theirs.save_pretrained(tmp_path / "in")
-    ours = load(tmp_path / "in")
+@pytest.mark.parametrize("models", CONFIGS, indirect=True)
+def test_import_then_export_is_the_identity_to_the_bit(models: tuple[torch.nn.Module, Stage], tmp_path: Path) -> None:
+    theirs, ours = models
     kind = theirs.config.model_type
     named = kind if kind in NAMED and family_of(ours.model_config) != kind else None
     tensors = tensors_of(ours) | biases_of(ours)
-    family = export_weights(tmp_path / "out", ours.model_config, tensors=tensors.items(), family=named)
+    family = export_weights(tmp_path, ours.model_config, tensors=tensors.items(), family=named)
     assert family == kind
 
     # Mistral 4 is there as a part of a model of images and text alone
     auto = type(theirs) if kind == "mistral4" else transformers.AutoModelForCausalLM
-    back = auto.from_pretrained(tmp_path / "out")
+    back = auto.from_pretrained(tmp_path)
     assert type(back) is type(theirs)
     expected, actual = tensors_of(theirs), tensors_of(back)
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[key], expected[key]) for key in expected)
     batch = random_batch()
     assert torch.equal(back(batch.tokens).logits, theirs(batch.tokens).logits)
-    again = load(tmp_path / "out")
+    again = load(tmp_path)
     assert all(torch.equal(again.get_parameter(key), value) for key, value in tensors_of(ours).items())
 
 
