@@ -18,7 +18,7 @@ from tests.harness import run_ranks
 from tests.laws.command_line import arguments, assert_same_to_the_bit, run_command_lines, steps_of
 
 THREE = "--train-iters 3 --micro-batch-size 3 --save-interval 2"
-SIX = "--train-iters 6 --micro-batch-size 3 --async-save --keep-last 1"
+FOUR = "--train-iters 4 --global-batch-size 6 --micro-batch-size 3 --async-save --keep-last 1"
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +34,12 @@ def stored(run: str, machine: Path, *more: str) -> list[str]:
 def test_another_layout_resumes_from_a_bucket_as_from_a_disk(bucket: str, tmp_path: Path) -> None:
     """Two ranks write, four with tensor and pipeline parallelism go on, on a machine that has nothing."""
     local, run = tmp_path / "local", f"{bucket}/layouts/run"
-    stop = (SIX, "--exit-interval 3")
+    stop = (FOUR, "--exit-interval 2")
     run_ranks(2, run_command_lines, arguments(local, *stop), stored(run, tmp_path / "one", *stop), strategy="optim")
     on = (*stop, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2")
     run_ranks(4, run_command_lines, arguments(local, *on), stored(run, tmp_path / "two", *on), tp=2, pp=2)
     assert_same_to_the_bit(fetched(parse(run), tmp_path / "back"), local)
-    loaded = f"checkpoint.load={run}/checkpoints/step-00000006"
+    loaded = f"checkpoint.load={run}/checkpoints/step-00000004"
     finetuned = [
         [*arguments(tmp_path / name, "--train-iters 2 --finetune --micro-batch-size 3"), load, staging]
         for name, load, staging in (
