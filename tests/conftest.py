@@ -26,6 +26,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"):  # of the terminal of who runs the tests
     os.environ.pop(name, None)
+os.fsync = lambda _: None  # what tests write need not survive a power failure, and a disk takes 10 ms for it
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # Machines are shared, so neither an example nor their generation has a time limit. The examples are the same in every
