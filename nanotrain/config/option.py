@@ -29,7 +29,7 @@ def option(
     """
     metadata = {"meaning": meaning, "check": check, "name": name, "secret": secret, "is_path": is_path}
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
+        return field(default_factory=lambda: list(default), metadata=metadata, hash=False)  # == compares it
     return field(default=default, metadata=metadata)
 
 

@@ -9,6 +9,7 @@ What attention and MLPs declare are the rows of spec/kinds; what all share is sp
 """
 
 from dataclasses import replace
+from functools import lru_cache
 
 from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, norm
 from nanotrain.spec.kinds import MIXERS, MLPS
@@ -16,6 +17,7 @@ from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec
 
 
+@lru_cache(maxsize=256)  # a search plans hundreds of layouts of one model: a fifth of its time
 def declare_stage(declare: Declaration, stage: StageSpec) -> Specs:
     """Every parameter of a pipeline stage, in registration order.
 

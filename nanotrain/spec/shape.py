@@ -113,9 +113,11 @@ class ModelShape:
         """The shape with the key/value heads, sinks and norms of heads of a layer, by its index in the model."""
         has_window = self.has_window(layer)
         has_sink = self.has_sink and (has_window or not self.sinks_in_windows_only)
-        groups = self.window_query_groups if has_window else None
+        groups = (self.window_query_groups if has_window else None) or self.query_groups
         has_l2 = self.qk_l2_norm and self.has_rope(layer)
-        return replace(self, query_groups=groups or self.query_groups, has_sink=has_sink, qk_l2_norm=has_l2)
+        if (groups, has_sink, has_l2) == (self.query_groups, self.has_sink, self.qk_l2_norm):
+            return self
+        return replace(self, query_groups=groups, has_sink=has_sink, qk_l2_norm=has_l2)
 
     def norms_of(self, layer: int) -> tuple[bool, bool]:
         """Whether a layer, by its index in the model, has norms of inputs of attention and MLP, and of outputs."""
