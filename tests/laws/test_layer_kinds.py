@@ -200,7 +200,7 @@ WIDER = [
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Trained]]:
     """Checkpoints of one rank and what it computes."""
     folder = tmp_path_factory.mktemp("one-rank")
-    single = replace(row(1, {}, {}), models=tuple(ALL))
+    single = replace(row(1, {}, {}, "full", 1), models=tuple(ALL))
     return folder, run_ranks(1, train_in_every_way, single, folder, None, shares=True)[0]
 
 

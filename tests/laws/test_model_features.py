@@ -244,7 +244,7 @@ def assert_sent_as_planned(run: Run, *, name: str) -> None:
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Trained]]:
     """Checkpoints of one rank and what it computes."""
     folder = tmp_path_factory.mktemp("one-rank")
-    single = Layout(1, {}, {}, models=tuple(MODELS))
+    single = Layout(1, {}, {}, num_microbatches=1, models=tuple(MODELS))
     return folder, run_ranks(1, train_in_every_way, single, folder, None, shares=True)[0]
 
 
