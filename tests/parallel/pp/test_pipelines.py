@@ -52,13 +52,12 @@ def run_and_compare(
         modules[index] = ToyStage(index, shape.num_stages, queue=WgradQueue() if has_queue else None)
         recorders[index] = Recorder(modules[index])
     stages = {index: RunnableStage(module, (recorders[index],), module.queue) for index, module in modules.items()}
-    microbatches = batches(shape.num_microbatches)
-    expected, references = reference(shape.num_stages, microbatches, grad_scale=SCALE)
+    expected, references = reference(shape.num_stages, shape.num_microbatches, grad_scale=SCALE)
 
     loss = run_schedule(
         plan_rank(schedule, pipeline.group.index),
         stages,
-        microbatches=microbatches,
+        microbatches=batches(shape.num_microbatches),
         grad_scale=SCALE,
         pipeline=pipeline,
     )
@@ -130,7 +129,7 @@ def test_validation_runs_forward_only_and_sums_on_the_rank_of_the_last_stage(ctx
     for name, num_stages_per_rank in (("gpipe", 1), ("gpipe", 2), ("zb-v", 2)):
         for num_microbatches in (1, 3, 4):
             shape = PipelineShape(2, num_stages_per_rank, num_microbatches)
-            expected, _ = reference(shape.num_stages, batches(num_microbatches), grad_scale=1.0)
+            expected, _ = reference(shape.num_stages, num_microbatches, grad_scale=1.0)
             schedule = forward_only(SCHEDULES[name](shape))
             modules = {
                 i: ToyStage(i, shape.num_stages) for i in {action.stage for action in schedule.actions[ctx.rank]}

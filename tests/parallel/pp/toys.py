@@ -6,6 +6,7 @@ reference        loss and gradients of the whole model by plain autograd
 """
 
 import weakref
+from functools import cache
 from typing import Any
 
 import torch
@@ -119,11 +120,12 @@ class Recorder:
         assert len(turns) == num_microbatches
 
 
-def reference(num_stages: int, microbatches: list[Batch], *, grad_scale: float) -> tuple[Tensor, list[ToyStage]]:
+@cache
+def reference(num_stages: int, num_microbatches: int, *, grad_scale: float) -> tuple[Tensor, list[ToyStage]]:
     """The summed loss, and stages with the gradients."""
     stages = [ToyStage(index, num_stages) for index in range(num_stages)]
     total = torch.zeros(())
-    for batch in microbatches:
+    for batch in batches(num_microbatches):
         hidden = None
         for stage in stages:
             hidden = stage(hidden, batch)
