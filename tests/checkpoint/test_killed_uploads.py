@@ -27,7 +27,7 @@ from tests.checkpoint import test_killed_ranks as ranks
 from tests.harness import HANG_S, forkserver
 
 INSTANTS = 0.4, 0.8  # shares of the calls, most of which send a part of a shard
-ROWS = 4_000_000  # of the first tensor: a request for the shard of rank 0, and three parts of that of rank 1
+ROWS = 2_400_000  # of the first tensor: a request for the shard of rank 0, and two parts of that of rank 1
 PART_BYTES = 5 * 2**20  # the least that a provider takes
 
 
