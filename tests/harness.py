@@ -15,7 +15,6 @@ no port is needed. Each has one OpenMP thread (forked children with more hang).
 
 import faulthandler
 import functools
-import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -55,11 +54,12 @@ SHORT_NAMES = {
 }
 PRELOADED = [
     *("torch", "torch.distributed", "pytest", "hypothesis", "numpy", "s3fs"),
-    *("nanotrain.train.open_run", "nanotrain.config.compose", "tests.harness", "tests.server_start"),
+    *("nanotrain.train.open_run", "nanotrain.config.compose", "tests.harness"),
     *("tests.laws.worlds", "tests.laws.command_line", "tests.thread_world"),  # most worlds are theirs
     "transformers.models.llama.modeling_llama",  # and what all its models import: 1.2 s
     *("torch._functorch.aot_autograd", "torch._inductor.pattern_matcher"),  # and what compiling imports: 0.7 s
     "torch._dynamo",  # torch's optimizers import it when the first one is created: 1 to 5 s on every rank
+    "tests.server_start",  # the last, as it sets aside what was imported
 ]
 ROOT = Path(__file__).parents[1]
 # Bounds a hang. A busy machine is many times slower than an idle one, so no limit of a test is near what it needs.
@@ -286,8 +286,6 @@ def _fail_hung(hung: list[int], world: _World) -> NoReturn:
 def _run_and_exit(environment: dict[str, str], run: Callable[..., None], *args: Any) -> None:
     """The main function of a process of ranks."""
     os.environ.update(environment)
-    gc.freeze()  # the trainer collects garbage at its start; a walk over what the server imported takes 0.2 s
-    gc.set_threshold(200_000)  # with the default collections are 12 % of a law test
     run(*args)
     os._exit(0)  # skip the teardown of the interpreter and of gloo, which takes longer than most tests
 

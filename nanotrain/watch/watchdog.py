@@ -87,7 +87,7 @@ class Watchdog:
     def explain(self, fault: CommunicationFault) -> EnvironmentFault:
         """Report a failed collective with the rank that was lost; the fault itself if no report can be written."""
         self._stopped.set()
-        _wait_until(self._lost)  # a killed process ends a moment later than its sockets
+        _wait_until(self._lost, GRACE_S)  # a killed process ends a moment later than its sockets
         with self._reporting:
             headline = self._report(f"{fault.what}: {fault.why}")
         return fault if headline is None else ReportedFault(headline)
@@ -175,7 +175,7 @@ class Watchdog:
                 self._write_records()
                 _wait_until(written.exists, 2 * GRACE_S)
                 return written.read_text() if written.exists() else reason
-            _wait_until(self._all_have_written)
+            _wait_until(self._all_have_written, GRACE_S)
             self._write_records()  # the states of frozen and lost processes as they are now
             views = self._views()
             diagnosis = diagnose(views, self._topology, cut=self._cut())
@@ -256,7 +256,7 @@ class Watchdog:
                     os.kill(process.pid, signal.SIGKILL)
 
 
-def _wait_until(is_done: Callable[[], object], timeout_s: float = GRACE_S) -> None:
+def _wait_until(is_done: Callable[[], object], timeout_s: float) -> None:
     """Wait for what other ranks do, at most `timeout_s`."""
     deadline, pause_s = time.monotonic() + timeout_s, POLL_S[0]
     while not is_done() and time.monotonic() < deadline:

@@ -8,7 +8,6 @@ steps_of, saved_tensors             the results: lines of metrics.jsonl, tensors
 """
 
 import contextlib
-import gc
 import io
 import json
 import os
@@ -157,7 +156,6 @@ def _run_program(line: Sequence[str], world: dict[str, str], rank: int, output: 
     with output.open("a") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
-    gc.freeze()
     os.chdir(output.parent if program else ".")
     entry.WAIT_FOR_FIRST_RANK_S = HANG_S  # `wait` ends this rank once the first one has ended, however late that is
     exit_code = entry.main(line) if program is None else _run_file(program, line)

@@ -12,7 +12,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from nanotrain.train import fit as trainer
 from nanotrain.train import main as entry
-from nanotrain.watch.watchdog import REPORT
+from nanotrain.watch import watchdog
 from tests.harness import forkserver, run_ranks
 from tests.laws.command_line import arguments, assert_same_to_the_bit, run_command_lines
 
@@ -28,7 +28,7 @@ def train_mortally(line: list[str]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return train_step(run, batch, **options)
 
-    trainer.train_step = die_in_step_6
+    trainer.train_step, watchdog.GRACE_S = die_in_step_6, 0.5
     if code := entry.main(line):
         os._exit(code)
 
@@ -63,6 +63,6 @@ def test_a_run_with_a_killed_rank_is_started_again_by_torchrun_and_ends_as_if_no
     assert "(exitcode: -9) local_rank: 1" in caplog.text, "a rank was killed"
     says = r"rank 1 \(dp1, host \S+, pid \d+\) ended without an error"
     assert re.search(f"error: .*{says}", output, re.DOTALL), output
-    assert re.search(says, (tmp_path / "run" / REPORT).read_text())
+    assert re.search(says, (tmp_path / "run" / watchdog.REPORT).read_text())
     assert "step-00000004: step 4, 48 samples consumed" in output, "and the run resumed"
     assert_same_to_the_bit(tmp_path / "run", tmp_path / "reference")

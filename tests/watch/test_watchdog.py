@@ -24,19 +24,31 @@ from nanotrain.watch.watchdog import ALARM, REPORT, Watchdog, timeout_of
 from tests.harness import HANG_S, parallel_config
 from tests.laws.command_line import ForkedRanks, arguments
 
+IMPATIENT = """
+import sys
+from nanotrain.train.main import main
+from nanotrain.watch import watchdog
+watchdog.GRACE_S = 0.5
+sys.exit(main(sys.argv[1:]))
+"""
+
 
 def test_a_run_with_a_stopped_rank_ends_and_names_it(tmp_path: Path) -> None:
     line = arguments(tmp_path / "run", "--train-iters 100000 --micro-batch-size 2 --num-workers 0 --no-save")
-    forked, says = ForkedRanks([*line, "--hang-timeout-s", "3"], folder=tmp_path), "is stopped"
+    program = tmp_path / "impatient.py"
+    program.write_text(IMPATIENT)
+    forked = ForkedRanks([*line, "--hang-timeout-s", "3"], folder=tmp_path, program=program)
     await_steps(tmp_path / "run", is_running=lambda: forked.is_running)
     rank = forked.processes[1].pid
     os.kill(rank, signal.SIGSTOP)
     forked.processes[0].join(HANG_S)  # it kills rank 1 and ends; `wait` could kill it in between
     finished = forked.wait()
     assert forked.processes[0].exitcode == 2, finished.output
-    assert re.search(rf"error: .*rank 1 \(dp1, host \S+, pid {rank}\) {says}", finished.output, re.S), finished.output
+    assert re.search(rf"error: .*rank 1 \(dp1, host \S+, pid {rank}\) is stopped", finished.output, re.S), (
+        finished.output
+    )
     report = (tmp_path / "run" / REPORT).read_text()
-    assert f"rank 1 (dp1, host {os.uname().nodename}, pid {rank}) {says}" in report
+    assert f"rank 1 (dp1, host {os.uname().nodename}, pid {rank}) is stopped" in report
     assert re.search(r"^0 +dp0 .* sleeping|^0 +dp0 .* running", report, re.M), report
     (folder,) = (tmp_path / "run").glob("hang-2*")
     assert [path.name for path in folder.glob("rank-*.txt")] == ["rank-00000.txt"]
