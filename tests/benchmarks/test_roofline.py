@@ -207,10 +207,12 @@ def shortened(config: Config, world_size: int) -> Config:
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_every_recipe_has_a_budget_of_its_slowest_stage(roofline: ModuleType, recipe: str) -> None:
     world_size = RECIPES[recipe][-1]
-    flags = ["--seq-length", "2048"] if recipe == "deepseek_v32" else []  # a block of queries at a time, in torch
+    flags = ["--seq-length", "1024"] if recipe == "deepseek_v32" else []  # a block of queries at a time, in torch
     config = shortened(load([f"+config={recipe}", "--mock-data", *flags], to_train=False).config, world_size)
     plan, budget = roofline.slowest(config, world_size, card=roofline.CARDS["H100"])
-    first = roofline.budget_of(plan_run(config, world_size, rank=0), roofline.CARDS["H100"])
+    first = (
+        budget if plan.rank == 0 else roofline.budget_of(plan_run(config, world_size, rank=0), roofline.CARDS["H100"])
+    )
     assert budget.seconds >= first.seconds > 0
     is_wide = plan.shape.head_dim > 128
     assert roofline.attention_kernel(plan, roofline.CARDS["H100"]) == ("sdpa flash" if is_wide else "cudnn")

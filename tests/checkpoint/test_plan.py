@@ -133,7 +133,7 @@ def test_thousands_of_chunks_are_checked_and_planned_in_seconds(layout: str) -> 
     assert coverage_fault(shape, boxes) is None
     reads = plan_reads(manifest, targets)
 
-    assert time.process_time() - start < 20, "the square of the number would take minutes"
+    assert time.process_time() - start < 5, "the square of the number would take minutes"
     assert reads
 
 

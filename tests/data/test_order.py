@@ -107,7 +107,7 @@ def stage_start(start: OrderStart, steps: int) -> int:
 @pytest.mark.parametrize("seed", range(8))
 def test_the_documents_of_a_step_are_those_that_its_ranks_read(seed: int, prefixes: list[Path], tmp_path: Path) -> None:
     num_rewritten = 0
-    for case in range(25):
+    for case in range(15):
         draw = random.Random(f"{seed} {case}")
         folder = tmp_path / str(case)
         folder.mkdir()
@@ -129,8 +129,9 @@ def test_the_documents_of_a_step_are_those_that_its_ranks_read(seed: int, prefix
         order = DataOrder.read(folder)
         for number, samples in expected.items():
             # then the parts of its documents are the tokens of every sample
-            assert {use.sample for use in order.documents(number)} == samples.keys()
-            for use in order.documents(number):
+            uses = list(order.documents(number))
+            assert {use.sample for use in uses} == samples.keys()
+            for use in uses:
                 stored = np.fromfile(use.corpus.bin_file, dtype=use.corpus.dtype)
                 size = use.corpus.dtype.itemsize
                 part = stored[use.first_byte // size : use.last_byte // size].tolist()
@@ -140,7 +141,7 @@ def test_the_documents_of_a_step_are_those_that_its_ranks_read(seed: int, prefix
                 num_rewritten += SENTINELS[0] in read
                 assert without_gap(read, part, is_end=is_end) == part, (case, number)
             assert not any(samples.values()), (case, number)
-    assert num_rewritten > 20
+    assert num_rewritten > 12
 
 
 def test_a_document_is_found_in_every_step_that_reads_it(prefixes: list[Path], tmp_path: Path) -> None:

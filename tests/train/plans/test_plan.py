@@ -181,7 +181,7 @@ def test_a_plan_equals_the_built_run(layout: str) -> None:
         train={"micro_batch_size": 1, "global_batch_size": 12}, parallel=fields, model=model,
         precision={"params_dtype": "fp32" if "ep" in layout else "bf16"},
     )  # fmt: skip
-    run_ranks(ranks, holds_what_is_planned, case, **sizes)
+    run_ranks(ranks, holds_what_is_planned, case, shares=True, **sizes)
 
 
 @pytest.mark.parametrize("row", RECOMPUTED)
@@ -192,7 +192,7 @@ def test_a_plan_has_the_traffic_of_recomputed_attention(row: str) -> None:
         parallel={"context_parallel_size": 2, "cp_comm_type": comm_type},
         memory=memory,
     )
-    run_ranks(ranks, holds_what_is_planned, case, cp=2)
+    run_ranks(ranks, holds_what_is_planned, case, shares=True, cp=2)
 
 
 @pytest.mark.parametrize("sizes", [{"ep": 2}, {"ep": 2, "etp": 2}], ids=str)
@@ -209,7 +209,7 @@ def test_a_plan_has_the_traffic_of_evenly_routed_experts(sizes: dict[str, int]) 
         for memory in ({}, CORE | modules, FULL)
         for model in ({}, {"moe_num_zero_experts": 4})
     ]
-    run_ranks(4, experts_send_what_is_planned, cases, **sizes)
+    run_ranks(4, experts_send_what_is_planned, cases, shares=True, **sizes)
 
 
 def experts_send_what_is_planned(ctx: ParallelContext, cases: list[Case]) -> None:
