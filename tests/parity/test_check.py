@@ -5,10 +5,11 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from nanotrain.cli.main import main
 from nanotrain.comm.collectives import all_reduce, barrier
@@ -37,10 +38,15 @@ def small_config(*words: str, world: int) -> Config:
 def report_of(
     config: Config, world: int, *, work: Callable[..., Record] = record_steps, **layout: object
 ) -> ParityReport:
-    (reference,) = run_ranks(1, record_steps, on_one_rank(config), shares=True)
-    is_plain = work is record_steps  # others patch modules, for one rank
-    records = run_ranks(world, work, config, **{"threads": False, "shares": is_plain, "strategy": "optim"} | layout)
-    return compare(reference, records, config=config, tolerance=1e-5)
+    is_plain = work is record_steps  # others patch modules, for all ranks of their process
+    records = run_ranks(world, work, config, **{"shares": is_plain, "strategy": "optim"} | layout)
+    return compare(reference_of(on_one_rank(config)), records, config=config, tolerance=1e-5)
+
+
+@cache
+def reference_of(config: Config) -> Record:
+    (reference,) = run_ranks(1, record_steps, config, shares=True)
+    return reference
 
 
 def without_the_sum_over_tp(ctx: ParallelContext, config: Config) -> Record:
@@ -55,7 +61,7 @@ def with_another_weight_on_rank_1(ctx: ParallelContext, config: Config) -> Recor
 
     def drift(run, batch):
         result = train_step(run, batch)
-        if ctx.rank == 1 and run.state.step == config.train.train_iters:
+        if dist.get_rank() == 1 and run.state.step == config.train.train_iters:
             with gathered(run.data_parallel):
                 for stage in run.stages.values():
                     weight = stage.get_parameter("layers.1.mlp_norm.weight").data
@@ -95,7 +101,7 @@ def with_another_router_bias_on_rank_1(ctx: ParallelContext, config: Config) -> 
 
     def drift(run, batch):
         result = train_step(run, batch)
-        if ctx.rank == 1:
+        if dist.get_rank() == 1:
             run.stages[0].get_buffer("layers.1.mlp.router.expert_bias")[2] += 0.001
         return result
 
@@ -205,8 +211,7 @@ def test_schedules_and_features_of_the_model_are_compared() -> None:
 
 
 def reads_of_one_rank(config: Config) -> list[list[int]]:
-    (record,) = run_ranks(1, record_steps, on_one_rank(config), shares=True)
-    return record.reads
+    return reference_of(on_one_rank(config)).reads
 
 
 def grads() -> dict[TensorBox, torch.Tensor]:
