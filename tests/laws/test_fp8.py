@@ -86,7 +86,7 @@ def case_of(row: Row) -> Case:
         model=MODEL | (EXPERTS if row.model == "experts" else {}),
         precision=formats,
         optim={"lr": 3e-3, "adam_eps": 1e-5},
-        train={"micro_batch_size": 2, "global_batch_size": 8},
+        train={"micro_batch_size": 2, "global_batch_size": 4},
         parallel=parallel | {"data_parallel_sharding_strategy": row.strategy},
     )
 
