@@ -40,10 +40,11 @@ class Values:
         if name in self._unreadable:
             raise Unreadable(name)
         if name in SIZES:
-            return SIZES[name](self)
-        if name in ENTRIES:
-            return value_of(self.config, ENTRIES[name].key)
-        return getattr(self.model, name)
+            value = SIZES[name](self)
+        else:
+            value = value_of(self.config, ENTRIES[name].key) if name in ENTRIES else getattr(self.model, name)
+        self.__dict__[name] = value  # many rules read the same ones
+        return value
 
     def __getitem__(self, name: str) -> Any:
         """As an attribute; what the texts of rules read."""
