@@ -136,9 +136,10 @@ def test_torchrun_hands_every_flag_through():
     """A word that abbreviates several options of torchrun is a mistake to it, even behind the module's name."""
     from torch.distributed.run import get_args_parser
 
+    parser = get_args_parser()
     words = [f"{flag}=1" for flag in [*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS]] + [*SWITCHES, *FLAGS, *ALIASES]
     for word in words:
-        parsed = get_args_parser().parse_args(["--nproc-per-node", "2", "-m", "nanotrain.train", word])
+        parsed = parser.parse_args(["--nproc-per-node", "2", "-m", "nanotrain.train", word])
         assert parsed.training_script_args == [word]
 
 
