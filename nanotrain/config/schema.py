@@ -86,7 +86,7 @@ def build_section(kind: Any, converted: Mapping[str, Any], *, path: str = "") ->
     A nested section whose switch is off is None, unless one of its fields is set: `reset_unused` refuses or resets it.
     """
     values = {}
-    for field in fields(kind):
+    for field in _fields(kind):
         key = f"{path}{field.name}"
         if key in converted:
             values[field.name] = converted[key]
@@ -95,7 +95,7 @@ def build_section(kind: Any, converted: Mapping[str, Any], *, path: str = "") ->
     section = kind(**values)
     unset = [
         field.name
-        for field in fields(kind)
+        for field in _fields(kind)
         if _is_off(section, field) and values[field.name] == field.metadata["section"]()
     ]
     return replace(section, **dict.fromkeys(unset)) if unset else section
@@ -104,7 +104,7 @@ def build_section(kind: Any, converted: Mapping[str, Any], *, path: str = "") ->
 def without_absent(config: Any) -> Any:
     """The configuration (or section) with None for every section whose switch is off."""
     inner: dict[str, Any] = {}
-    for field in fields(config):
+    for field in _fields(config.__class__):
         section = getattr(config, field.name)
         if "section" in field.metadata and section is not None:
             kept = None if _is_off(config, field) else without_absent(section)
@@ -188,19 +188,19 @@ def _inner(config: Any, name: str) -> Any:
 def flat_values(config: Any, *, path: str = "") -> dict[str, Any]:
     """The values of a configuration (or section) by key; of absent sections the defaults."""
     values: dict[str, Any] = {}
-    for name, section in _names(config.__class__):
-        value = getattr(config, name)
+    for field in _fields(config.__class__):
+        value, section = getattr(config, field.name), field.metadata.get("section")
         if section is None:
-            values[f"{path}{name}"] = value
+            values[f"{path}{field.name}"] = value
         else:
-            values |= flat_values(section() if value is None else value, path=f"{path}{name}.")
+            values |= flat_values(section() if value is None else value, path=f"{path}{field.name}.")
     return values
 
 
 @cache
-def _names(kind: type) -> tuple[tuple[str, type | None], ...]:
-    """The names of a section's fields, with the class of those that are sections."""
-    return tuple((field.name, field.metadata.get("section")) for field in fields(kind))
+def _fields(kind: Any) -> tuple[Field[Any], ...]:
+    """The fields of a section, which dataclasses would collect at every call."""
+    return fields(kind)
 
 
 def with_values(config: Any, values: Mapping[str, Any]) -> Any:
@@ -211,7 +211,7 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
     """
     changed = {key.partition(".")[0] for key in values}
     kept: dict[str, Any] = {}  # sections in which nothing changes are not taken apart
-    for field in fields(config):
+    for field in _fields(config.__class__):
         value, is_split = _inner(config, field.name), "section" in field.metadata and field.name in changed
         kept |= flat_values(value, path=f"{field.name}.") if is_split else {field.name: value}
     return build_section(type(config), kept | dict(values))
