@@ -3,6 +3,8 @@
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import hypothesis.strategies as st
 import pytest
@@ -17,6 +19,7 @@ from nanotrain.checkpoint.write import shard_name, write_shard
 from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.spec.boxes import Box, TensorBox
+from nanotrain.untrusted import parse_json
 from tests.checkpoint.test_plan import covers, shapes
 
 Shares = list[dict[TensorBox, torch.Tensor]]
@@ -76,6 +79,14 @@ def test_a_file_is_opened_once_for_all_its_chunks(tmp_path: Path, monkeypatch: p
     assert opened == ["shard-00000-of-00002.safetensors"]
 
 
+def test_a_header_is_read_once_for_all_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share = {TensorBox.full(f"model/{i}", (1,)): torch.full((1,), float(i)) for i in range(9)}
+    path, read = write(tmp_path, 1, shares=[share]), Mock(side_effect=parse_json)
+    monkeypatch.setattr("nanotrain.checkpoint.read.parse_json", read)
+    tensors = read_global_tensors(path, [box.name for box in share])
+    assert [tensor.item() for _, tensor in tensors] == list(range(9)) and read.call_count == 1
+
+
 def test_chunks_are_read_in_the_order_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     share = {TensorBox.full(f"model/{i}", (4,)): torch.full((4,), float(i)) for i in range(9)}
     path = write(tmp_path, 1, shares=[share])
@@ -114,12 +125,12 @@ def test_chunks_are_cast_to_the_dtype_of_their_target(tmp_path: Path, dtype: tor
     assert targets[box].tolist() == [0.5, 1.0, 2.0, 3.0]
 
 
-def _counting(opened: list[str]) -> Callable[[ShardFile, Path], None]:
+def _counting(opened: list[str]) -> Callable[..., None]:
     real = ShardFile.__init__
 
-    def count(self: ShardFile, path: Path) -> None:
+    def count(self: ShardFile, path: Path, **options: Any) -> None:
         opened.append(path.name)
-        real(self, path)
+        real(self, path, **options)
 
     return count
 
