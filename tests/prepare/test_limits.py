@@ -14,9 +14,9 @@ import zstandard
 
 from nanotrain.cli.main import main
 from nanotrain.errors import DataError
-from nanotrain.prepare import readers
+from nanotrain.prepare import inputs, readers
 from nanotrain.prepare.chunks import plan_chunks
-from nanotrain.prepare.inputs import ALWAYS_BYTES, Limits
+from nanotrain.prepare.inputs import Limits
 from nanotrain.prepare.parts import _next_texts
 from nanotrain.prepare.readers import DocumentReader
 
@@ -26,7 +26,12 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
     ".xz": lzma.compress,
     ".zst": zstandard.compress,
 }
-INFLATED = ALWAYS_BYTES + (8 << 20)
+INFLATED = 2 << 20
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "ALWAYS_BYTES", 1 << 20)
 
 
 def read(file: Path, **limits: int) -> list[str]:
@@ -94,7 +99,7 @@ def test_the_flags_raise_the_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("a.txt.gz").write_bytes(gzip.compress(b"a" * INFLATED))
+    Path("a.txt.gz").write_bytes(gzip.compress(b"a" * (24 << 20)))  # a worker has the real limit
     line = ["prepare", "--input", "a.txt.gz", "--output", "c", "--tokenizer", "bytes", "--workers", "1"]
     assert main(line) == 2 and "raise --max-inflation" in capfd.readouterr().err
     assert main([*line, "--max-inflation", "0"]) == 2 and "at least 1" in capfd.readouterr().err
