@@ -146,15 +146,13 @@ def test_garbage_is_collected_at_agreed_steps_only(tmp_path, monkeypatch):
     collected, was_enabled = [], []
 
     class Watch(Hook):
-        def before_training(self, run) -> None:
-            monkeypatch.setattr(gc, "collect", lambda: collected.append(run.state.step))
-
         def after_step(self, run, report) -> None:
             was_enabled.append(gc.isenabled())
 
     with small_run(tmp_path, "--train-iters", "5", "--manual-gc-interval", "2") as run:
+        monkeypatch.setattr(gc, "collect", lambda: collected.append(run.state.step))
         fit(run, [Watch()])
-    assert collected == [2, 4] and was_enabled == [False] * 5
+    assert collected == [0, 2, 4] and was_enabled == [False] * 5
     assert gc.isenabled()
 
 
