@@ -64,12 +64,6 @@ def pytest_sessionfinish() -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_unconfigure() -> None:
-    """Pytest has just collected garbage, and will again when it closes: seconds in a worker that has run everything."""
-    gc.freeze()
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Random numbers without a seed of their own are the same in every run, whatever ran before in this process."""
