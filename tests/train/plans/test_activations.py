@@ -146,7 +146,7 @@ def test_the_peak_of_forward_and_backward_is_planned():
     sizes = SIZES.replace("--num-layers 1", "--num-layers 2").replace("--seq-length 128", "--seq-length 256")
     sizes += " --untie-embeddings-and-output-weights --ffn-hidden-size 192"
     words_of = {case: f"{sizes} {MODELS[case[0]]} {' '.join(case[1:])}" for case in logits + capped + blocks}
-    (results,) = run_ranks(1, measured, peak_and_planned, configs_of(words_of, "1 rank"), shares=True)
+    (results,) = run_ranks(1, measured, peak_and_planned, configs_of(words_of, "1 rank"))
     for case, (counted, planned) in results.items():
         assert counted <= planned <= (1.2 if case in blocks else 1.05) * counted, case
 
@@ -204,7 +204,7 @@ def test_a_stage_without_layers_keeps_no_blocks(words: str) -> None:
 def test_a_layer_of_multi_token_prediction_keeps_what_is_planned():
     for dtype in ("", "--bf16"):
         without_mtp, with_mtp = (
-            run_ranks(1, stage_kept_and_planned, config_of(words), shares=True)[0]
+            run_ranks(1, stage_kept_and_planned, config_of(words))[0]
             for words in (f"{SIZES} {LLAMA} {dtype} --mtp-num-layers {number}" for number in (0, 2))
         )
         counted, planned = (after - before for before, after in zip(without_mtp, with_mtp, strict=True))
