@@ -37,7 +37,7 @@ def test_a_run_with_a_stopped_rank_ends_and_names_it(tmp_path: Path) -> None:
     line = arguments(tmp_path / "run", "--train-iters 100000 --micro-batch-size 2 --num-workers 0 --no-save")
     program = tmp_path / "impatient.py"
     program.write_text(IMPATIENT)
-    forked = ForkedRanks([*line, "--hang-timeout-s", "3"], folder=tmp_path, program=program)
+    forked = ForkedRanks([*line, "--hang-timeout-s", "5"], folder=tmp_path, program=program)
     await_steps(tmp_path / "run", is_running=lambda: forked.is_running)
     rank = forked.processes[1].pid
     os.kill(rank, signal.SIGSTOP)
