@@ -136,7 +136,7 @@ def _counting(opened: list[str]) -> Callable[..., None]:
 
 
 def test_every_byte_of_a_chunk_read_in_pieces_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanotrain.checkpoint.read.PIECE_BYTES", 16)
+    monkeypatch.setattr("nanotrain.checkpoint.read._LocalSource.max_bytes", 16)
     share = {TensorBox.full("model/a", (11,)): torch.randn(11)}  # 44 bytes: pieces of 16, 16 and 12
     path = write(tmp_path, 1, shares=[share])
     manifest = store.read_manifest(path)
@@ -155,7 +155,7 @@ def test_every_byte_of_a_chunk_read_in_pieces_is_checked(tmp_path: Path, monkeyp
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanotrain.checkpoint.read.PIECE_BYTES", 16)
+    monkeypatch.setattr("nanotrain.checkpoint.read._LocalSource.max_bytes", 16)
     share = {TensorBox.full("model/a", (11,)): torch.randn(11)}
     path = write(tmp_path, 1, shares=[share])
     ((chunk,),) = (entry.chunks for entry in store.read_manifest(path).tensors.values())
