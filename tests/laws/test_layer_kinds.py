@@ -12,6 +12,7 @@ import pytest
 
 from tests.harness import run_ranks
 from tests.laws.compare import assert_alike
+from tests.laws.test_mla import MLA
 from tests.laws.test_model_features import (
     EXPERTS,
     GPIPE,
@@ -29,15 +30,6 @@ from tests.laws.test_model_features import (
 from tests.laws.worlds import Case, train_cases
 
 DOCUMENTS = {"reset_attention_mask": True}
-MLA = {
-    "num_query_groups": None,
-    "multi_latent_attention": True,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 8,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 8,
-}
 # two layers each, or four that are half ones
 MODELS: dict[str, dict[str, Any]] = {
     "short convolutions, output gate": EXPERTS

@@ -4,16 +4,18 @@ import pytest
 
 from tests.laws.compare import Row, assert_row_trains_as_one_rank
 
-DEEPSEEK = {
-    "num_layers": 4,
+MLA = {
     "num_query_groups": None,
-    "untie_embeddings_and_output_weights": True,
     "multi_latent_attention": True,
     "q_lora_rank": 24,
     "kv_lora_rank": 16,
     "qk_head_dim": 8,
     "qk_pos_emb_head_dim": 4,
     "v_head_dim": 8,
+}
+DEEPSEEK = MLA | {
+    "num_layers": 4,
+    "untie_embeddings_and_output_weights": True,
     "num_experts": 4,
     "moe_layer_freq": "[0]*1+[1]*3",
     "moe_ffn_hidden_size": 24,
